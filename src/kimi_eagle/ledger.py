@@ -1,0 +1,203 @@
+"""The book of a stage: which units exist, which are done, who works on what.
+
+Contract (DESIGN promises 1, 5, 6): a unit is done when its record exists under the unit's current
+key. Records are created by link(2), so the first one wins, and are never replaced. Claims only
+save work: two workers on one unit cost time, never correctness. The alternative, a database, was
+left out because shared file systems are all that every cluster has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kimi_eagle import files
+from kimi_eagle.rundir import StageDir
+
+KEY_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest piece of a stage that is done or not.
+
+    name: stable within the stage, such as `00003`. parts: everything that makes the unit's bytes
+    what they are; its digest is the key. tokens: size for progress. payload: what the stage needs
+    to do it, not part of the key.
+    """
+
+    name: str
+    parts: dict[str, Any]
+    tokens: int = 0
+    payload: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def key(self) -> str:
+        return files.digest(self.parts)[:KEY_DIGITS]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a finished unit (`state` done) or one given up (`state` failed)."""
+
+    stage_dir: StageDir
+    data: dict[str, Any]
+
+    @property
+    def unit(self) -> str:
+        return self.data["unit"]
+
+    @property
+    def key(self) -> str:
+        return self.data["key"]
+
+    @property
+    def state(self) -> str:
+        return self.data["state"]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        return self.data.get("counts", {})
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.data.get("info", {})
+
+    def path(self, suffix: str) -> Path:
+        """The one file of the unit whose name ends with `suffix`."""
+        (name,) = [f["name"] for f in self.data["files"] if f["name"].endswith(suffix)]
+        return self.stage_dir.files / name
+
+    def files_whole(self) -> str | None:
+        """None when every file is there with its size, else what is wrong (no bytes are read)."""
+        for entry in self.data["files"]:
+            path = self.stage_dir.files / entry["name"]
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                return f"{path}: missing"
+            if size != entry["bytes"]:
+                return f"{path}: {size} bytes, recorded {entry['bytes']}"
+        return None
+
+
+class Ledger:
+    """Reads and writes the records, claims and attempts of one stage."""
+
+    def __init__(self, stage_dir: StageDir):
+        self.dir = stage_dir
+
+    # -- records -------------------------------------------------------------------------------
+
+    def record_path(self, unit: Unit) -> Path:
+        return self.dir.records / f"{unit.name}.{unit.key}.json"
+
+    def record(self, unit: Unit) -> Record | None:
+        """The record of the unit under its current key."""
+        data = files.read_json(self.record_path(unit))
+        return Record(self.dir, data) if data else None
+
+    def recorded_names(self) -> set[str]:
+        """`UNIT.KEY` of every record, from one directory listing (10,000 units: some 10 ms)."""
+        try:
+            return {p.name.removesuffix(".json") for p in self.dir.records.iterdir()}
+        except FileNotFoundError:
+            return set()
+
+    def open_units(self, units: Iterable[Unit]) -> list[Unit]:
+        """Units without a record of their current key, in order."""
+        names = self.recorded_names()
+        return [u for u in units if f"{u.name}.{u.key}" not in names]
+
+    def records(self, units: Iterable[Unit]) -> list[Record]:
+        """The records of these units that exist, in the order of the units."""
+        return [r for u in units if (r := self.record(u)) is not None]
+
+    def records_of(self, name: str) -> list[Record]:
+        """Every record of a unit name, any key, newest first."""
+        found = []
+        for path in self.dir.records.glob(f"{name}.*.json"):
+            if data := files.read_json(path):
+                found.append(Record(self.dir, data))
+        return sorted(found, key=lambda r: r.data.get("ended", 0), reverse=True)
+
+    def create_record(self, unit: Unit, data: dict[str, Any]) -> bool:
+        """First record wins; False when the unit had one already."""
+        return files.create_exclusive(self.record_path(unit), files.to_json(data) + "\n")
+
+    def set_aside(self, record: Record, reason: str) -> Path:
+        """Rename a record so that its unit counts as not done; the reason goes into the name."""
+        path = self.dir.records / f"{record.unit}.{record.key}.json"
+        target = path.with_name(f"{path.stem}.aside-{reason}-{int(time.time() * 1000)}")
+        path.rename(target)
+        files.fsync_dir(path.parent)
+        return target
+
+    # -- claims --------------------------------------------------------------------------------
+
+    def claim(self, unit: Unit, worker_id: str) -> bool:
+        """Take a unit; False when somebody has it."""
+        return files.create_exclusive(self.dir.claims / unit.name, worker_id + "\n")
+
+    def claimed_by(self, unit_name: str) -> str | None:
+        """The worker that holds the claim on a unit."""
+        try:
+            return (self.dir.claims / unit_name).read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    def release(self, unit_name: str, worker_id: str) -> None:
+        """Give a claim back if it is still this worker's."""
+        if self.claimed_by(unit_name) == worker_id:
+            (self.dir.claims / unit_name).unlink(missing_ok=True)
+
+    def break_claim(self, unit_name: str, worker_id: str) -> None:
+        """Remove the claim of a dead worker."""
+        self.release(unit_name, worker_id)
+
+    # -- attempts ------------------------------------------------------------------------------
+
+    def start_attempt(self, unit: Unit, note: dict[str, Any]) -> int:
+        """Number of this try of the unit (1, 2, ...), recorded before any byte is written.
+
+        Numbers run on over keys, so that two tries never write files of the same name.
+        """
+        number = 1 + max((a["attempt"] for a in self.attempts(unit.name)), default=0)
+        while not files.create_exclusive(
+            self.dir.attempts / f"{unit.name}.{number}.json",
+            files.to_json({"attempt": number, "key": unit.key, **note}) + "\n",
+        ):
+            number += 1
+        return number
+
+    def fail_attempt(self, unit: Unit, number: int, reason: str) -> None:
+        """Note why a try failed."""
+        path = self.dir.attempts / f"{unit.name}.{number}.json"
+        data = files.read_json(path) or {"attempt": number, "key": unit.key}
+        files.write_atomic(path, files.to_json({**data, "failed": reason}) + "\n")
+
+    def attempts(self, unit_name: str) -> list[dict[str, Any]]:
+        """Every try of a unit, oldest first."""
+        found = [files.read_json(p) for p in self.dir.attempts.glob(f"{unit_name}.*.json")]
+        return sorted((a for a in found if a), key=lambda a: a["attempt"])
+
+    def failures(self, unit: Unit) -> list[str]:
+        """Reasons of the failed tries under the unit's current key."""
+        tries = self.attempts(unit.name)
+        return [a["failed"] for a in tries if a.get("failed") and a.get("key") == unit.key]
+
+    # -- plan ----------------------------------------------------------------------------------
+
+    def write_plan(self, units: list[Unit]) -> None:
+        """Tell status and progress bars what the units are; every worker writes the same text."""
+        plan = {"units": [{"name": u.name, "key": u.key, "tokens": u.tokens} for u in units]}
+        files.write_atomic(self.dir.plan, files.to_json(plan) + "\n")
+
+    def planned(self) -> list[dict[str, Any]] | None:
+        """[{name, key, tokens}] as the last worker wrote it, or None before any."""
+        plan = files.read_json(self.dir.plan)
+        return plan["units"] if plan else None
+

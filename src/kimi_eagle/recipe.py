@@ -1,0 +1,381 @@
+"""The recipe: what a run does, as one typed, frozen object read from one TOML file.
+
+Reads `jobs/*.toml`; writes nothing. Every field has its meaning, unit and default here and
+nowhere else. Where a run takes place (partition, mounts) is the site file's matter.
+
+Relative paths count from the recipe's own folder, `~` is the home directory: a recipe means the
+same from any working directory. The price: a recipe that is moved must take its data along.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kimi_eagle.errors import UsageError
+
+STAGES = ("regenerate", "prepare", "extract", "vocab", "train", "benchmark")
+
+
+class Section(BaseModel):
+    """Base of all recipe sections: unknown keys refused, values frozen, no silent coercion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class VerifierSection(Section):
+    """The target model whose decoding the draft will speed up."""
+
+    path: str
+    """Local directory with config, tokenizer and safetensors shards. Never a hub name."""
+    trust_remote_code: bool = False
+    """Run Python files found in the verifier's directory (tokenizer, config). Off unless asked."""
+
+
+class TemplateSection(Section):
+    """How conversations become tokens; one block for regenerate, prepare and benchmark alike."""
+
+    chat_template: str | None = None
+    """Path of a Jinja file used instead of the verifier's own chat template."""
+    thinking: bool | None = None
+    """Value of the template's thinking argument; unset leaves the template's own default."""
+    thinking_argument: str = "thinking"
+    """Name under which the template reads `thinking` (Kimi: thinking, Qwen: enable_thinking)."""
+    tools: bool = True
+    """Pass a row's `tools` to the template. False refuses rows that carry tools."""
+    arguments: dict[str, str | int | float | bool] = {}
+    """Further arguments for the template; one that it never reads is refused."""
+
+
+class SourceSection(Section):
+    """One file or folder of prompts or conversations."""
+
+    path: str
+    """JSONL, JSON or Parquet file, or a folder holding such files in name order."""
+    name: str | None = None
+    """Name in counts and reports; default the file's stem."""
+    format: Literal["auto", "messages", "conversations", "prompt", "tokens"] = "auto"
+    """messages (OpenAI), conversations (ShareGPT), prompt (one text) or tokens (pre-tokenised
+    Parquet with input_ids and loss_mask); auto looks at the columns."""
+    weight: float | None = Field(default=None, gt=0)
+    """Share relative to the other weighted sources; no row is repeated, so the scarcest source
+    sets the amount. Unset: all rows are taken."""
+    limit: int | None = Field(default=None, gt=0)
+    """Rows taken at most, the first ones of the seeded order."""
+
+
+class EngineSection(Section):
+    """vLLM settings of a stage; `[engine]` holds the defaults, `[STAGE.engine]` overrides keys."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where torch sees a GPU, else cpu."""
+    dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
+    """Computation type; equality of greedy outputs is claimed in float32 only."""
+    max_model_len: int = Field(default=2048, ge=16)
+    """Tokens of prompt plus answer that the engine accepts."""
+    max_num_seqs: int = Field(default=16, ge=1)
+    """Sequences in one step."""
+    max_num_batched_tokens: int = Field(default=2048, ge=16)
+    """Tokens in one step."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor parallel size (GPUs that share one layer)."""
+    pp: int = Field(default=1, ge=1)
+    """Pipeline parallel size (groups of layers on different GPUs or nodes)."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of each GPU's memory that vLLM takes."""
+    cpu_kv_cache_gib: int = Field(default=2, ge=1)
+    """KV cache on CPU, GiB (vLLM's VLLM_CPU_KVCACHE_SPACE)."""
+    enforce_eager: bool = True
+    """No compilation: saves about 100 s of start; set false for long GPU runs."""
+
+
+class StageEngineSection(Section):
+    """Overrides of `[engine]` for one stage; unset keys keep the default."""
+
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    dtype: Literal["bfloat16", "float32", "auto"] | None = None
+    max_model_len: int | None = Field(default=None, ge=16)
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=16)
+    tp: int | None = Field(default=None, ge=1)
+    pp: int | None = Field(default=None, ge=1)
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
+    cpu_kv_cache_gib: int | None = Field(default=None, ge=1)
+    enforce_eager: bool | None = None
+
+
+class RegenerateSection(Section):
+    """The target answers every prompt, so that the draft learns the target's own words."""
+
+    enabled: bool = True
+    """False: the answers in the sources are used as they are (prepare reads the sources)."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Answer length at most, tokens a turn."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 is off."""
+    unit_tokens: int = Field(default=4_000_000, ge=1)
+    """Prompt tokens + max_tokens of the conversations in one unit, at most."""
+    engine: StageEngineSection = StageEngineSection()
+
+
+class PrepareSection(Section):
+    """Conversations to token samples: template, loss mask, shuffle, units."""
+
+    max_length: int = Field(default=2048, ge=2)
+    """Samples longer than this many tokens are handled as `long_samples` says."""
+    long_samples: Literal["truncate", "reject"] = "truncate"
+    """truncate keeps the first max_length tokens (dropped if no loss token is left)."""
+    keep_truncated_answers: bool = False
+    """Keep samples whose answer ended at max_tokens instead of its end-of-turn token."""
+    max_reject_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of input rows that may be rejected before the run stops."""
+    unit_tokens: int = Field(default=4_000_000, ge=1)
+    """Tokens of one part, which is one unit of extract."""
+
+
+class ExtractSection(Section):
+    """The verifier's hidden states for every sample."""
+
+    layers: tuple[int, ...]
+    """Ids k of 'the state entering layer k', ascending; the last one is the number of layers:
+    the state after the last layer, before the final norm (target of the loss)."""
+    probe_min_agreement: float = Field(default=0.9, ge=0, le=1)
+    """Share of tokens for which norm + lm_head of the last state must name the engine's own next
+    token (generated text, greedy) or the gate stays shut; text not by the verifier: set lower."""
+    engine: StageEngineSection = StageEngineSection()
+
+
+class VocabSection(Section):
+    """The draft's reduced vocabulary."""
+
+    draft_vocab_size: int = Field(ge=2)
+    """Tokens the draft can name; must not exceed the verifier's vocabulary."""
+    force_tokens: tuple[int, ...] = ()
+    """Token ids always included, besides the tokenizer's special tokens."""
+    force_special: bool = True
+    """Always include control, tool and thinking tokens of the tokenizer."""
+
+
+class DraftSection(Section):
+    """Shape of the draft model: one llama-like decoder; unset values follow the verifier."""
+
+    layers: int = Field(default=1, ge=1)
+    hidden_act: str | None = None
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    head_dim: int | None = Field(default=None, ge=2)
+    intermediate_size: int | None = Field(default=None, ge=1)
+    max_position_embeddings: int | None = Field(default=None, ge=1)
+    rope: dict[str, str | int | float | bool] | None = None
+    """Rotary parameters as transformers names them (rope_type, rope_theta, factor, mscale, ...)."""
+    norm_before_residual: bool = True
+
+
+class TrainSection(Section):
+    """speculators' Eagle3 Trainer over the shards."""
+
+    epochs: int = Field(default=3, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    """Stop after this many optimizer steps, all epochs together."""
+    seq_len: int = Field(default=2048, ge=16)
+    """Tokens packed into one step."""
+    ttt_steps: int = Field(default=3, ge=1)
+    """Test-time-training depth: draft steps unrolled in the loss."""
+    ttt_step_loss_decay: float = Field(default=1.0, gt=0)
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    lr: float = Field(default=1e-4, gt=0)
+    """Peak rate of AdamW (of Muon's AdamW part)."""
+    muon_lr: float | None = Field(default=None, gt=0)
+    """Peak rate of Muon's matrices; unset: the same as lr."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    scheduler: Literal["linear", "cosine", "none"] = "cosine"
+    warmup_ratio: float = Field(default=0.015, ge=0, le=1)
+    loss: str = "kl_div"
+    """Loss as speculators names it (`--loss-fn`)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Computation type; master weights are float32."""
+    attention: Literal["auto", "simple_flex_attention", "sdpa", "eager"] = "auto"
+    """auto: flex on GPUs, sdpa on CPU (flex has no CPU backward)."""
+    validation_share: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the samples (the last of the seeded order) kept for validation."""
+    checkpoints_per_epoch: int = Field(default=1, ge=1)
+    """1: at each epoch's end. More: resume loses less."""
+    data_workers: int = Field(default=0, ge=0)
+    """Processes that read shards; 0 reads in the training process."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights in draft/."""
+    draft: DraftSection = DraftSection()
+
+
+class BenchmarkSection(Section):
+    """Acceptance and speed with and without the draft on held-out prompts."""
+
+    prompts: str
+    """JSONL of held-out prompts (same forms as a source)."""
+    limit: int | None = Field(default=None, gt=0)
+    k: int = Field(default=3, ge=1)
+    """Draft tokens a step (num_speculative_tokens)."""
+    max_tokens: int = Field(default=128, ge=1)
+    batch_sizes: tuple[int, ...] = (1,)
+    """Sequences in flight; the first one gives the headline figures."""
+    engine: StageEngineSection = StageEngineSection()
+
+
+class Recipe(Section):
+    """A whole recipe file; `load` reads one."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Names the run directory (`runs/NAME`) and the jobs."""
+    seed: int = 0
+    """Seed of shuffle, choice of rows, sampling and training."""
+    allow_rejected: float = Field(default=0.0, ge=0, le=1)
+    """Share of samples that may be rejected or lie in failed units when a gate opens."""
+    verifier: VerifierSection
+    template: TemplateSection = TemplateSection()
+    sources: tuple[SourceSection, ...] = Field(min_length=1)
+    engine: EngineSection = EngineSection()
+    regenerate: RegenerateSection = RegenerateSection()
+    prepare: PrepareSection = PrepareSection()
+    extract: ExtractSection
+    vocab: VocabSection
+    train: TrainSection = TrainSection()
+    benchmark: BenchmarkSection
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists_to_tuples(cls, data: Any) -> Any:
+        return _tuples(data)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Recipe:
+        layers = self.extract.layers
+        if len(layers) < 2 or list(layers) != sorted(set(layers)) or layers[0] < 0:
+            raise ValueError("extract.layers: expected at least 2 ascending distinct ids >= 0")
+        for stage in ("extract", "regenerate", "benchmark"):
+            engine = self.engine_for(stage)
+            if stage == "extract" and engine.max_model_len < self.prepare.max_length + 1:
+                raise ValueError(
+                    f"prepare.max_length {self.prepare.max_length} needs extract's engine "
+                    f"max_model_len >= {self.prepare.max_length + 1}, got {engine.max_model_len}"
+                )
+        names = [s.name or Path(s.path).stem for s in self.sources]
+        if len(set(names)) != len(names):
+            raise ValueError(f"sources: names must differ, got {names}; set name = \"...\"")
+        return self
+
+    def engine_for(self, stage: str) -> EngineSection:
+        """Engine settings of a stage: `[engine]` with the stage's own keys laid over it."""
+        own = getattr(getattr(self, stage), "engine", StageEngineSection())
+        return self.engine.model_copy(update=own.model_dump(exclude_none=True))
+
+
+def load(path: str | Path) -> Recipe:
+    """Read and check a recipe file; relative paths become absolute.
+
+    Raises UsageError naming file, key, what was expected and the nearest known key.
+    """
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError("no such recipe", where=path, fix=_recipes_nearby(path)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise UsageError(f"not TOML: {e}", where=path) from None
+    except OSError as e:
+        raise UsageError(f"cannot be read: {e.strerror}", where=path) from None
+    return parse(data, where=path, base=path.resolve().parent)
+
+
+def parse(data: dict[str, Any], *, where: object, base: Path) -> Recipe:
+    """Check recipe data; `base` is the folder that relative paths count from."""
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as e:
+        raise UsageError(_first_fault(e), where=where) from None
+    return _absolute(recipe, base)
+
+
+def _absolute(recipe: Recipe, base: Path) -> Recipe:
+    def full(text: str) -> str:
+        return str((base / Path(text).expanduser()).resolve())
+
+    template = recipe.template
+    if template.chat_template:
+        template = template.model_copy(update={"chat_template": full(template.chat_template)})
+    return recipe.model_copy(
+        update={
+            "verifier": recipe.verifier.model_copy(update={"path": full(recipe.verifier.path)}),
+            "template": template,
+            "sources": tuple(
+                s.model_copy(update={"path": full(s.path), "name": s.name or Path(s.path).stem})
+                for s in recipe.sources
+            ),
+            "benchmark": recipe.benchmark.model_copy(
+                update={"prompts": full(recipe.benchmark.prompts)}
+            ),
+        }
+    )
+
+
+def _tuples(value: Any) -> Any:
+    """TOML has lists, frozen sections want tuples."""
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+
+
+def _first_fault(error: ValidationError) -> str:
+    """One line for the first fault: key, what was expected, the nearest known key."""
+    faults = error.errors(include_url=False)
+    first = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
+    key = ".".join(f"[{p}]" if isinstance(p, int) else str(p) for p in first["loc"])
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(first["loc"][:-1])
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
+        return f"unknown key {key!r}; {hint}{more}"
+    if first["type"] == "missing":
+        return f"missing key {key!r}; {_about(first['loc'])}{more}"
+    if not key:
+        return first["msg"].removeprefix("Value error, ") + more
+    return f"key {key!r}: got {first['input']!r}; {first['msg']}{more}"
+
+
+def _section(loc: tuple[int | str, ...]) -> type[BaseModel] | None:
+    model: Any = Recipe
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        model = model.model_fields[part].annotation if part in model.model_fields else None
+        for inner in getattr(model, "__args__", ()):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                model = inner
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return None
+    return model
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    section = _section(loc)
+    return list(section.model_fields) if section else []
+
+
+def _about(loc: tuple[int | str, ...]) -> str:
+    section = _section(loc[:-1])
+    field = section.model_fields.get(str(loc[-1])) if section else None
+    return f"expected {field.annotation}" if field else "expected a value"
+
+
+def _recipes_nearby(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path("jobs")
+    found = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, found, n=1, cutoff=0.4)
+    return f"did you mean {folder / near[0]}?" if near else "give the path of a recipe file"

@@ -1,0 +1,165 @@
+"""Where everything of a run lies: the only place that knows path names.
+
+    RUN/
+      recipe.toml         the recipe as it was typed last (for people)
+      run.json            the recipe resolved (absolute paths), where it came from
+      <stage>/
+        plan.json         the units of the stage, as its workers counted them
+        records/          UNIT.KEY.json: one a finished unit; never replaced
+        claims/           UNIT: who works on it now
+        attempts/         UNIT.KEY.N.json: every try, with its reason where it failed
+        workers/          WORKER.json: heartbeat, progress, times
+        files/            UNIT.aN.*: what records name; nothing else in here is data
+        log/              standard output and error of every worker
+        stop              asks the stage's workers to leave after their unit
+      draft/              the exported draft model
+      bench/results.json  what the benchmark found
+      rejects.jsonl       input rows that were left out, with reasons
+      report.html
+
+A run stays when its recipe changes: records carry keys, so old results are simply not current.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kimi_eagle import files
+from kimi_eagle.errors import UsageError
+from kimi_eagle.recipe import STAGES, Recipe, load, parse
+
+
+@dataclass(frozen=True)
+class StageDir:
+    """The folder of one stage of a run."""
+
+    path: Path
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def stop(self) -> Path:
+        return self.path / "stop"
+
+    @property
+    def records(self) -> Path:
+        return self.path / "records"
+
+    @property
+    def claims(self) -> Path:
+        return self.path / "claims"
+
+    @property
+    def attempts(self) -> Path:
+        return self.path / "attempts"
+
+    @property
+    def workers(self) -> Path:
+        return self.path / "workers"
+
+    @property
+    def files(self) -> Path:
+        return self.path / "files"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    def make(self) -> StageDir:
+        """Create the folders; returns itself."""
+        for folder in (self.records, self.claims, self.attempts, self.workers, self.files):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.log.mkdir(exist_ok=True)
+        return self
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run: `open_run` or `create_run` give one."""
+
+    path: Path
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def draft(self) -> Path:
+        return self.path / "draft"
+
+    @property
+    def bench(self) -> Path:
+        return self.path / "bench"
+
+    @property
+    def rejects(self) -> Path:
+        return self.path / "rejects.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def stage(self, name: str) -> StageDir:
+        """The folder of a stage; UsageError for a name that is none."""
+        if name not in STAGES:
+            raise UsageError(f"unknown stage {name!r}", expected=f"one of {', '.join(STAGES)}")
+        return StageDir(self.path / name)
+
+    def recipe(self) -> Recipe:
+        """The resolved recipe that this run follows."""
+        spec = files.read_json(self.spec)
+        if spec is None:
+            raise UsageError("not a run directory (no run.json)", where=self.path)
+        return parse(spec["recipe"], where=self.spec, base=self.path)
+
+    def recipe_path(self) -> Path | None:
+        """The recipe file that the run was started from."""
+        spec = files.read_json(self.spec) or {}
+        return Path(spec["recipe_path"]) if spec.get("recipe_path") else None
+
+
+def open_run(path: str | Path) -> RunDir:
+    """An existing run; UsageError where there is none."""
+    run = RunDir(Path(path).resolve())
+    if not run.spec.is_file():
+        raise UsageError(
+            "no run here (no run.json)", where=path, fix="kimi-eagle run RECIPE --run DIR makes one"
+        )
+    return run
+
+
+def create_run(recipe_path: Path, path: Path) -> RunDir:
+    """Make the run directory of a recipe, or bring an existing one up to the recipe."""
+    recipe = load(recipe_path)
+    run = RunDir(path.resolve())
+    if path.exists() and not path.is_dir():
+        raise UsageError("the run directory is a file", where=path)
+    try:
+        run.path.mkdir(parents=True, exist_ok=True)
+        text = Path(recipe_path).read_text(encoding="utf-8")
+        files.write_atomic(run.path / "recipe.toml", text)
+        files.write_atomic(run.spec, spec_text(recipe, recipe_path))
+    except OSError as e:
+        raise UsageError(
+            f"the run directory cannot be written: {e.strerror}",
+            where=path,
+            fix="choose another with --run DIR",
+        ) from None
+    if not os.access(run.path, os.W_OK):
+        raise UsageError("the run directory is read-only", where=path, fix="choose --run DIR")
+    return run
+
+
+def spec_text(recipe: Recipe, recipe_path: Path) -> str:
+    """run.json: the resolved recipe and where it came from."""
+    spec = {
+        "format": "run/1",
+        "recipe": recipe.model_dump(mode="json", exclude_none=True),
+        "recipe_path": str(Path(recipe_path).resolve()),
+    }
+    return json.dumps(spec, indent=1, sort_keys=True) + "\n"
