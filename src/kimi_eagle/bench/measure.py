@@ -1,0 +1,365 @@
+"""One measurement: one vLLM engine, with or without a draft, in a process of its own.
+
+`measure` starts `python -m kimi_eagle.bench.measure SPEC.json OUT.json`; the child loads the
+engine once and answers all prompts greedily at each batch size. A process of its own because an
+in-process engine cannot be loaded twice reliably, and because its memory is then surely given
+back; the price is the import of vLLM twice a benchmark (about 5 s each).
+
+Reads the spec, writes OUT.json (atomically) and a log beside it. A child whose parent dies ends
+itself: it watches its standard input, which only the parent holds open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kimi_eagle.bench.workload import Workload
+from kimi_eagle.errors import RunError
+
+FORMAT = "measurement/1"
+_MARK = "@kimi-eagle "
+# Counters of vllm/v1/spec_decode/metrics.py (0.31.0), without their prefix.
+_COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All that makes a measurement what it is; equal digests may share a result file.
+
+    engine: keyword arguments of vllm.LLM besides model and speculative_config. environment: the
+    recipe's engine section, from which the process environment is made. speculative: vLLM's
+    speculative_config without path and k, None for the baseline. verifier_id, draft_digest:
+    contents behind the two paths; the paths themselves do not enter the digest.
+    """
+
+    verifier: str
+    verifier_id: str
+    engine: dict[str, Any]
+    environment: dict[str, Any]
+    workload: Workload
+    batch_sizes: tuple[int, ...]
+    draft: str | None = None
+    draft_digest: str | None = None
+    speculative: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """`draft` or `baseline`."""
+        return "draft" if self.draft else "baseline"
+
+    def digest(self) -> str:
+        """sha256 hex; k does not enter the baseline's, so that other k can reuse it."""
+        data = asdict(self) | {"format": FORMAT}
+        del data["verifier"], data["draft"]
+        if not self.draft:
+            del data["workload"]["k"], data["workload"]["digest"]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Run:
+    """All prompts answered once with at most `batch_size` in flight.
+
+    seconds: from the first request to the last answer, prefill included. tokens, finish_reasons:
+    one entry a prompt. counters: vLLM's spec-decode counters of this run, None without a draft.
+    """
+
+    batch_size: int
+    seconds: float
+    tokens: list[list[int]]
+    finish_reasons: list[str]
+    counters: dict[str, Any] | None
+
+    @property
+    def output_tokens(self) -> int:
+        """Generated tokens of all prompts."""
+        return sum(len(t) for t in self.tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens a second, prefill time included."""
+        return self.output_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one engine did; runs in the order of the spec's batch sizes."""
+
+    spec_digest: str
+    kind: str
+    load_seconds: float
+    measure_seconds: float
+    peak_memory_bytes: int
+    runs: list[Run]
+    versions: dict[str, str]
+    threads: int
+    reused: bool = False
+
+
+def measure(spec: Spec, out: Path, on_progress: Progress | None = None) -> Measurement:
+    """Run `spec` in a fresh process, or take `out` if it already holds this spec's result.
+
+    out: the result file; spec and log lie beside it (same stem, .spec.json and .log).
+    on_progress gets dicts: phase ("load" | "measure"), kind, batch_size, done and total (prompts),
+    tokens, seconds. Raises RunError with the log's last meaningful line if the process fails.
+    """
+    found = read(out, spec.digest())
+    if found is not None:
+        return found
+    from kimi_eagle.files import write_atomic
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    spec_file, log = out.with_suffix(".spec.json"), out.with_suffix(".log")
+    write_atomic(spec_file, json.dumps(asdict(spec)).encode())
+    report = on_progress or (lambda _: None)
+    report({"phase": "load", "kind": spec.kind})
+    code = _run_child([str(spec_file), str(out)], spec, log, report)
+    found = read(out, spec.digest())
+    if code != 0 or found is None:
+        raise RunError(
+            f"{spec.kind} engine failed: {_reason(code, log)}", where=log,
+            fix="read the log; the other measurement, if done, is kept",
+        )
+    return Measurement(**{**vars(found), "reused": False})
+
+
+def read(out: Path, digest: str) -> Measurement | None:
+    """The finished measurement in `out` if it is one and its spec has this digest."""
+    try:
+        data = json.loads(out.read_text(encoding="utf-8"))
+        if data.pop("format") != FORMAT or data["spec_digest"] != digest:
+            return None
+        data["runs"] = [Run(**run) for run in data["runs"]]
+        return Measurement(**data, reused=True)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _run_child(args: list[str], spec: Spec, log: Path, report: Progress) -> int:
+    command = [sys.executable, "-m", "kimi_eagle.bench.measure", *args]
+    with log.open("w", encoding="utf-8") as sink:
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env=_environment(spec), text=True, encoding="utf-8", errors="replace",
+        )
+        try:
+            for line in child.stdout:
+                if line.startswith(_MARK):
+                    report({"kind": spec.kind} | json.loads(line[len(_MARK):]))
+                else:
+                    sink.write(line)
+                    sink.flush()
+            return child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+            child.stdin.close()
+
+
+def _environment(spec: Spec) -> dict[str, str]:
+    """The child's environment: ours, with the package found where it was found here."""
+    env = dict(os.environ)
+    package = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (package, env.get("PYTHONPATH")) if p)
+    return env
+
+
+def _reason(code: int, log: Path) -> str:
+    """Why the child failed, in one line: the signal, or the last line that names an error."""
+    if code < 0:
+        name = signal.Signals(-code).name
+        return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    lines = [line.strip() for line in log.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if line]
+    errors = [line for line in lines if re.search(r"\b\w*(Error|Exception|Interrupt)\b\s*:", line)]
+    text = (errors or lines or ["no output"])[-1]
+    return text if len(text) <= 400 else text[:400] + " ..."
+
+
+# ------------------------------------------------------------------ the child process
+
+
+def main(argv: list[str]) -> int:
+    """Child: SPEC.json in, OUT.json out."""
+    started = time.monotonic()
+    spec_file, out = (Path(a) for a in argv)
+    spec = json.loads(spec_file.read_text(encoding="utf-8"))
+    spec["workload"] = Workload(**spec["workload"])
+    _end_with_parent()
+    _prepare(spec["environment"])
+    llm = _load(spec)
+    loaded = time.monotonic()
+    _tell(phase="measure", load_seconds=round(loaded - started, 2))
+    runs = [_run(llm, spec, size) for size in spec["batch_sizes"]]
+    result = {
+        "format": FORMAT,
+        "spec_digest": Spec(**spec).digest(),
+        "kind": Spec(**spec).kind,
+        "load_seconds": loaded - started,
+        "measure_seconds": time.monotonic() - loaded,
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "runs": [asdict(run) for run in runs],
+        "versions": spec["versions"],
+        "threads": _threads(),
+    }
+    from kimi_eagle.files import write_atomic
+
+    write_atomic(out, json.dumps(result).encode())
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Exit when standard input ends: the parent is gone, and nobody waits for the result."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _prepare(environment: dict[str, Any]) -> None:
+    from kimi_eagle.recipe import EngineSection
+
+    try:
+        from kimi_eagle.capture.engine import prepare_environment
+    except ImportError:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(environment["cpu_kv_cache_gib"]))
+        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        return
+    prepare_environment(EngineSection(**environment))
+
+
+def _load(spec: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    draft = spec["draft"]
+    if draft:
+        k = spec["workload"].k
+        more = {
+            "speculative_config": {
+                **spec["speculative"], "model": draft, "num_speculative_tokens": k
+            }
+        }
+    else:
+        more = {}
+    return LLM(
+        model=spec["verifier"], trust_remote_code=spec["trust_remote_code"],
+        # Counters need stats; cached prefixes would make a second batch size look faster.
+        disable_log_stats=False, enable_prefix_caching=False, **spec["engine"], **more,
+    )
+
+
+def _run(llm: Any, spec: dict[str, Any], batch_size: int) -> Run:
+    """Answer all prompts with at most `batch_size` in flight, after a short warm-up of that size."""
+    workload = spec["workload"]
+    short = min(4, workload.max_tokens)
+    for _ in _answers(llm, workload.prompts[:batch_size], batch_size, short, "warm-up"):
+        pass
+    before = _counters(llm)
+    found: dict[int, tuple[list[int], str]] = {}
+    tokens = 0
+    start = time.perf_counter()
+    for index, ids, reason in _answers(
+        llm, workload.prompts, batch_size, workload.max_tokens, "measured"
+    ):
+        found[index] = (ids, reason)
+        tokens += len(ids)
+        _tell(
+            phase="measure", batch_size=batch_size, done=len(found), total=len(workload.prompts),
+            tokens=tokens, seconds=round(time.perf_counter() - start, 3),
+        )
+    seconds = time.perf_counter() - start
+    after = _counters(llm)
+    counters = None
+    if spec["draft"]:
+        counters = {name: _difference(after[name], before[name]) for name in _COUNTERS}
+    order = range(len(workload.prompts))
+    return Run(
+        batch_size, seconds, [found[i][0] for i in order], [found[i][1] for i in order], counters
+    )
+
+
+def _answers(llm: Any, prompts: Any, batch_size: int, max_tokens: int, label: str) -> Any:
+    """Yield (index, token ids, finish reason) as answers end; a free place is filled at once.
+
+    Steps the engine itself instead of `LLM.generate`, whose concurrency is max_num_seqs: one
+    engine then serves all batch sizes.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    engine = llm.llm_engine
+    waiting = list(enumerate(prompts))[::-1]
+    flying = 0
+    while waiting or flying:
+        while waiting and flying < batch_size:
+            index, ids = waiting.pop()
+            name = f"{label}-{batch_size}-{index}"
+            engine.add_request(name, {"prompt_token_ids": list(ids)}, params)
+            flying += 1
+        for output in engine.step():
+            if output.finished:
+                flying -= 1
+                answer = output.outputs[0]
+                index = int(output.request_id.split("-")[-1])
+                yield index, list(answer.token_ids), str(answer.finish_reason)
+
+
+def _counters(llm: Any) -> dict[str, Any]:
+    """vLLM's running totals; zero where a counter does not exist yet."""
+    found = {m.name: m for m in llm.get_metrics()}
+    totals: dict[str, Any] = {}
+    for name in _COUNTERS:
+        metric = found.get(f"vllm:spec_decode_{name}")
+        vector = name.endswith("_per_pos")
+        totals[name] = (list(metric.values) if vector else metric.value) if metric else 0
+    return totals
+
+
+def _difference(after: Any, before: Any) -> Any:
+    if isinstance(after, list):
+        return [a - b for a, b in zip(after, before or [0] * len(after), strict=True)]
+    return after - before
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _tell(**event: Any) -> None:
+    print(_MARK + json.dumps(event), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
