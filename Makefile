@@ -1,0 +1,38 @@
+# The two commands of a newcomer: `make demo` and `make test`. Each sets up first, which takes a
+# moment when there is nothing to do. What set-up does is in containers/setup.sh.
+.PHONY: help setup demo test quick bench lint lock
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+# The CPU build of torch, where pip's own index lacks it: make setup TORCH_INDEX=URL (README.md)
+export TORCH_INDEX PYTHON
+
+help:
+	@echo "make demo    set up, then train and benchmark a draft model for a small real model"
+	@echo "make test    set up, then all tests"
+	@echo "make setup   .venv from containers/cpu.lock, this package, the small model"
+	@echo "make quick   the tests that take under a minute each"
+	@echo "make bench   the benchmarks of tests/bench, beside the libraries' own tools"
+	@echo "make lint    ruff"
+	@echo "make lock    renew containers/*.lock (needs uv)"
+
+setup:
+	@containers/setup.sh
+
+demo: setup
+	@$(BIN)/kimi-eagle run jobs/smollm2.toml --run runs/smollm2
+
+test: setup
+	@$(BIN)/python -m pytest -q
+
+quick: setup
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+bench: setup
+	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python "$$f" || exit 1; done
+
+lint:
+	@$(BIN)/ruff check .
+
+lock:
+	@containers/lock.sh
