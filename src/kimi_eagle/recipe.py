@@ -267,7 +267,7 @@ class Recipe(Section):
                 )
         names = [s.name or Path(s.path).stem for s in self.sources]
         if len(set(names)) != len(names):
-            raise ValueError(f"sources: names must differ, got {names}; set name = \"...\"")
+            raise ValueError(f'sources: names must differ, got {names}; set name = "..."')
         return self
 
     def engine_for(self, stage: str) -> EngineSection:

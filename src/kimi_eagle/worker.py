@@ -61,6 +61,8 @@ class Worker:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._signal: int | None = None
+        self.tokens = 0
+        """Tokens worked on so far, all units together."""
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -129,9 +131,7 @@ class Worker:
 
     # -- units -----------------------------------------------------------------------------------
 
-    def attempts(
-        self, units: list[Unit], *, max_failures: int = MAX_FAILURES
-    ) -> Iterator[Attempt]:
+    def attempts(self, units: list[Unit], *, max_failures: int = MAX_FAILURES) -> Iterator[Attempt]:
         """Claim open units one by one; use each attempt as a context manager and commit in it.
 
         Ends when every unit has a record, or the rest is held by live workers, or a stop is asked.

@@ -1,0 +1,405 @@
+"""The command line. Every command imports its room inside the function: `--help` stays quick.
+
+Exit codes: 0 done, 1 a check or a run failed, 2 wrong use, 130 stopped by Ctrl-C. Errors are one
+line on standard error; `--debug` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kimi_eagle import __version__
+
+if TYPE_CHECKING:
+    from kimi_eagle.stages.context import Context
+
+_PATH = click.Path(path_type=str)
+
+
+class _Group(click.Group):
+    """Turns our errors into one line and an exit code; suggests the nearest command."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from kimi_eagle.errors import KimiEagleError
+
+        try:
+            return super().invoke(ctx)
+        except KimiEagleError as e:
+            if ctx.params.get("debug"):
+                raise
+            click.echo(f"error: {e.line()}", err=True)
+            ctx.exit(e.exit_code)
+        except OSError as e:
+            if ctx.params.get("debug"):
+                raise
+            where = f"{e.filename}: " if e.filename else ""
+            click.echo(f"error: {where}{e.strerror or e}", err=True)
+            ctx.exit(1)
+        except KeyboardInterrupt:
+            click.echo("stopped; type the same command again to go on", err=True)
+            ctx.exit(130)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            ctx.fail(f"no such command {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="kimi-eagle")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def main(debug: bool) -> None:
+    """Train and benchmark an EAGLE-3 draft model for a local verifier.
+
+    \b
+    Examples:
+      kimi-eagle run jobs/smollm2.toml          all stages on this machine
+      kimi-eagle status runs/smollm2            how far it is
+      kimi-eagle explain runs/smollm2           what would be done again, and why
+      kimi-eagle benchmark jobs/smollm2.toml --draft DIR
+    """
+
+
+def _json_option(command: Any) -> Any:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=1, sort_keys=True, default=str))
+
+
+def _context(run: str) -> Context:
+    """The run under the recipe it follows."""
+    from kimi_eagle.rundir import open_run
+    from kimi_eagle.stages.context import Context
+
+    opened = open_run(run)
+    return Context(opened, opened.recipe())
+
+
+# -- doing -------------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("recipe", type=_PATH)
+@click.option("--run", "run_path", type=_PATH, help="Run directory [default: runs/NAME].")
+@click.option("--until", help="Stop after this stage.")
+@click.option("--quiet", is_flag=True, help="No progress, only the result.")
+@_json_option
+def run(recipe: str, run_path: str | None, until: str | None, quiet: bool, as_json: bool) -> None:
+    """Do all stages on this machine; type it again to go on after any interruption.
+
+    \b
+    Examples:
+      kimi-eagle run jobs/smollm2.toml
+      kimi-eagle run jobs/smollm2.toml --run /scratch/me/try1 --until extract
+    """
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from kimi_eagle import display, local
+    from kimi_eagle import recipe as recipes
+    from kimi_eagle.errors import UsageError
+    from kimi_eagle.rundir import create_run
+    from kimi_eagle.stages.context import Context
+    from kimi_eagle.summary import headline, stage_rows
+
+    if until and until not in recipes.STAGES:
+        raise UsageError(f"unknown stage {until!r}", expected=f"one of {recipes.STAGES}")
+    loaded = recipes.load(recipe)
+    target = Path(run_path or Path("runs") / loaded.name)
+    opened = create_run(Path(recipe), target)
+    console = Console(stderr=as_json)
+    with display.Bars(console, quiet=quiet or as_json) as bars:
+        local.run_stages(opened, until, bars)
+    ctx = Context(opened, loaded)
+    rows, result = stage_rows(ctx), headline(opened)
+    if as_json:
+        _print_json({"run": str(opened.path), "stages": rows, "result": result})
+        return
+    console.print(display.table(rows))
+    if result and not until:
+        speed = result["tokens_per_second"]
+        console.print(
+            f"acceptance length {result['acceptance_length']:.2f} at k={result['k']}, "
+            f"outputs identical: {result['identical_outputs']}, "
+            f"{speed['baseline']:.1f} -> {speed['draft']:.1f} tok/s\n"
+            f"draft   {target / 'draft'}\nreport  {target / 'report.html'}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+@main.command()
+@click.argument("stage_name", metavar="STAGE")
+@click.option("--run", "run_path", type=_PATH, required=True, help="Run directory.")
+def stage(stage_name: str, run_path: str) -> None:
+    """Work on one stage of a run: what a job executes inside the container."""
+    from kimi_eagle.stages import module
+    from kimi_eagle.stages.context import recipe_digest
+    from kimi_eagle.worker import Stopped, Worker
+
+    ctx = _context(run_path)
+    folder = ctx.run.stage(stage_name)
+    try:
+        with Worker(folder, recipe_digest=recipe_digest(ctx.recipe)) as worker:
+            module(stage_name).work(ctx, worker)
+    except Stopped as e:
+        click.echo(f"{stage_name}: stopped ({e})", err=True)
+        sys.exit(0 if str(e) == "stop file" else 143)
+
+
+@main.command()
+@click.argument("recipe", type=_PATH)
+@click.option("--draft", required=True, type=_PATH, help="Directory of a draft that vLLM loads.")
+@click.option("--out", type=_PATH, help="Where results go [default: bench-NAME].")
+@_json_option
+def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
+    """Measure any draft that vLLM loads on the recipe's held-out prompts.
+
+    \b
+    Example:
+      kimi-eagle benchmark jobs/smollm2.toml --draft runs/smollm2/draft
+    """
+    from pathlib import Path
+
+    from kimi_eagle import recipe as recipes
+    from kimi_eagle.bench import run_benchmark
+    from kimi_eagle.bench.workload import load_workload
+    from kimi_eagle.data.template import ChatTemplate
+    from kimi_eagle.verifier import open_verifier
+
+    loaded = recipes.load(recipe)
+    verifier = open_verifier(
+        loaded.verifier.path, trust_remote_code=loaded.verifier.trust_remote_code
+    )
+    folder = Path(out or f"bench-{Path(draft).resolve().name}").resolve()
+    results = run_benchmark(
+        loaded,
+        verifier,
+        Path(draft).resolve(),
+        folder,
+        workload=load_workload(loaded, ChatTemplate(verifier, loaded.template)),
+        results=folder / "results.json",
+        on_progress=lambda fraction, tokens: None,
+    )
+    if as_json:
+        _print_json(results)
+    else:
+        speed = results["tokens_per_second"]
+        click.echo(
+            f"acceptance length {results['acceptance_length']:.2f} at k={results['k']}, outputs "
+            f"identical: {results['identical_outputs']}, {speed['baseline']:.1f} -> "
+            f"{speed['draft']:.1f} tok/s\n{folder / 'results.json'}"
+        )
+
+
+# -- looking -----------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("run_path", metavar="[RUN]", required=False, type=_PATH)
+@_json_option
+def status(run_path: str | None, as_json: bool) -> None:
+    """How far a run is (all runs under runs/ when none is named)."""
+    from pathlib import Path
+
+    from kimi_eagle import display
+    from kimi_eagle.recipe import STAGES
+    from kimi_eagle.rundir import open_run
+    from kimi_eagle.summary import headline
+    from kimi_eagle.survey import view
+
+    paths = (
+        [run_path] if run_path else sorted(str(p.parent) for p in Path("runs").glob("*/run.json"))
+    )
+    found = {}
+    for path in paths:
+        opened = open_run(path)
+        views = [view(opened, name) for name in STAGES]
+        found[path] = {"stages": [v.__dict__ | {"state": v.state} for v in views]}
+        found[path]["result"] = headline(opened)
+        if not as_json:
+            click.echo(path)
+            for v in views:
+                click.echo(f"  {v.name:<10} {v.state:<8} {display.describe(v)} {v.error or ''}")
+            if found[path]["result"]:
+                length = found[path]["result"]["acceptance_length"]
+                click.echo(f"  acceptance length {length:.2f}")
+    if as_json:
+        _print_json(found)
+    elif not paths:
+        click.echo("no runs under runs/")
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=_PATH)
+@click.option(
+    "--recipe", type=_PATH, help="Recipe to compare with [default: the run's]."
+)
+@_json_option
+def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
+    """What `run` would do now, and which change makes it necessary."""
+    from kimi_eagle import recipe as recipes
+    from kimi_eagle.rundir import open_run
+    from kimi_eagle.stages.context import Context
+    from kimi_eagle.survey import explain as explain_run
+
+    opened = open_run(run_path)
+    source = recipe or opened.recipe_path()
+    current = recipes.load(source) if source and os.path.exists(source) else opened.recipe()
+    found = explain_run(Context(opened, current))
+    if as_json:
+        _print_json(found)
+        return
+    for entry in found:
+        text = entry["reason"] or f"{entry['units'] - entry['open']}/{entry['units']} units done"
+        click.echo(f"{entry['stage']:<10} {entry['state']:<8} {text}")
+        for change, count in entry.get("changes", {}).items():
+            click.echo(f"{'':<12}{change}  ({count} unit{'s' if count > 1 else ''})")
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=_PATH)
+def report(run_path: str) -> None:
+    """Write RUN/report.html from what there is so far."""
+    from kimi_eagle.summary import write_report
+
+    ctx = _context(run_path)
+    write_report(ctx)
+    click.echo(ctx.run.report)
+
+
+# -- tidying -----------------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=_PATH)
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@_json_option
+def gc(run_path: str, dry_run: bool, as_json: bool) -> None:
+    """Remove what no current key needs: results of earlier recipes, leftovers of killed workers."""
+    from kimi_eagle import housekeeping
+
+    found = housekeeping.gc(_context(run_path), dry_run=dry_run)
+    if as_json:
+        _print_json(found)
+    else:
+        verb = "would remove" if dry_run else "removed"
+        click.echo(f"{verb} {found['removed']} files, {found['bytes'] / 1e6:.1f} MB")
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=_PATH)
+@click.option("--hidden", is_flag=True, required=True, help="The hidden states of a finished run.")
+def clean(run_path: str, hidden: bool) -> None:
+    """Free the disk space of a finished run's hidden states."""
+    from kimi_eagle import housekeeping
+
+    click.echo(f"freed {housekeeping.clean_hidden(_context(run_path))['bytes'] / 1e6:.1f} MB")
+
+
+# -- parts on their own ------------------------------------------------------------------------
+
+
+@main.group()
+def verifier() -> None:
+    """The verifier's directory."""
+
+
+@verifier.command("hash")
+@click.argument("path", type=_PATH)
+@_json_option
+def verifier_hash(path: str, as_json: bool) -> None:
+    """sha256 of every file of a verifier's directory, and its id."""
+    from kimi_eagle.verifier import open_verifier
+
+    opened = open_verifier(path)
+    with click.progressbar(length=0, label="hashing", file=sys.stderr, hidden=as_json):
+        hashes = opened.content_hash()
+    if as_json:
+        _print_json({"id": opened.id(), "files": hashes})
+        return
+    click.echo(f"id {opened.id()}")
+    for name, value in sorted(hashes.items()):
+        click.echo(f"{value}  {name}")
+
+
+@main.group()
+def vocab() -> None:
+    """The draft's reduced vocabulary."""
+
+
+@vocab.command("build")
+@click.argument("counts", type=_PATH)
+@click.option("--verifier", "verifier_path", required=True, type=_PATH, help="Verifier directory.")
+@click.option("--size", required=True, type=click.IntRange(min=2), help="Draft vocabulary size.")
+@click.option("--out", required=True, type=_PATH, help="Folder for d2t/t2d (.npy and .pt).")
+@click.option("--no-force-special", is_flag=True, help="Do not always include special tokens.")
+def vocab_build(
+    counts: str, verifier_path: str, size: int, out: str, no_force_special: bool
+) -> None:
+    """Build a mapping from token counts: a .pt or .npy tensor [V], or a .pt dict {id: n}."""
+    from pathlib import Path
+
+    from kimi_eagle import vocab as room
+    from kimi_eagle.verifier import open_verifier
+
+    opened = open_verifier(verifier_path)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    forced = () if no_force_special else room.special_ids(opened)
+    counted = room.as_counts(room.load_counts(Path(counts)), opened.vocab_size)
+    mapping = room.build_mapping(counted, size, sorted(forced))
+    for path in room.save(mapping, lambda suffix: folder / suffix):
+        click.echo(path)
+    click.echo(f"coverage {mapping.coverage:.2%}")
+
+
+@vocab.command("show")
+@click.argument("path", type=_PATH)
+@_json_option
+def vocab_show(path: str, as_json: bool) -> None:
+    """Show a mapping: a run directory, or a folder with d2t and t2d."""
+    from pathlib import Path
+
+    from kimi_eagle import vocab as room
+    from kimi_eagle.rundir import RunDir
+    from kimi_eagle.summary import record_of
+
+    folder = Path(path)
+    if RunDir(folder).spec.is_file():
+        ctx: Context = _context(path)
+        record = record_of(ctx, "vocab")
+        mapping = room.load(record.path("d2t.npy"), record.path("t2d.npy")) if record else None
+    else:
+        mapping = room.load(folder / "d2t.npy", folder / "t2d.npy")
+    if mapping is None:
+        from kimi_eagle.errors import RunError
+
+        raise RunError("vocab is not done in this run", where=path)
+    shown = {
+        "draft_vocab_size": len(mapping.d2t),
+        "target_vocab_size": len(mapping.t2d),
+        "coverage": mapping.coverage,
+        "digest": mapping.digest,
+    }
+    if as_json:
+        _print_json(shown)
+    else:
+        for name, value in shown.items():
+            click.echo(f"{name:<18} {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""benchmark: vLLM with and without the draft on held-out prompts, then the report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kimi_eagle import files
+from kimi_eagle.ledger import Unit
+from kimi_eagle.stages import train
+from kimi_eagle.stages.context import Context
+
+if TYPE_CHECKING:
+    from kimi_eagle.worker import Worker
+
+FORMAT = "bench/1"
+
+
+def plan(ctx: Context) -> list[Unit]:
+    """One unit: this draft on this workload with these engine settings."""
+    from kimi_eagle.bench.workload import load_workload
+
+    (trained,) = ctx.gate("train")
+    workload = load_workload(ctx.recipe, ctx.template)
+    parts = {
+        "format": FORMAT,
+        "verifier": ctx.verifier.id(),
+        "draft": files.digest([f["xxh3"] for f in trained.data["files"] if "/" in f["name"]]),
+        "workload": workload.digest,
+        "benchmark": ctx.recipe.benchmark.model_dump(
+            mode="json", exclude={"prompts", "limit", "engine"}
+        ),
+        "engine": ctx.engine_parts("benchmark"),
+    }
+    return [Unit(name="all", parts=parts, tokens=workload.max_tokens, payload=(trained, workload))]
+
+
+def work(ctx: Context, worker: Worker) -> None:
+    """Measure both ways, write results.json and the report."""
+    from kimi_eagle.bench import run_benchmark
+
+    units = plan(ctx)
+    worker.ledger.write_plan(units)
+    train.publish(ctx)
+    for attempt in worker.attempts(units, max_failures=1):
+        with attempt, worker.phase("work"):
+            _trained, workload = attempt.unit.payload
+            run_benchmark(
+                ctx.recipe,
+                ctx.verifier,
+                ctx.run.draft,
+                worker.dir.files / f"work-{attempt.unit.key}",
+                workload=workload,
+                results=(path := attempt.path("results.json")),
+                on_progress=lambda fraction, tokens: worker.progress(fraction, tokens),
+            )
+            results = files.read_json(path)
+            shown = ("acceptance_length", "identical_outputs", "tokens_per_second", "k")
+            attempt.commit([path], info={k: results[k] for k in shown})
+    publish(ctx)
+
+
+def publish(ctx: Context) -> None:
+    """Make RUN/bench/results.json and RUN/report.html those of the current record."""
+    from kimi_eagle.summary import write_report
+
+    (record,) = ctx.gate("benchmark")
+    ctx.run.bench.mkdir(exist_ok=True)
+    files.write_atomic(ctx.run.bench / "results.json", record.path("results.json").read_bytes())
+    write_report(ctx)

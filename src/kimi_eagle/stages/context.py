@@ -1,0 +1,129 @@
+"""What every stage is given: the run, its recipe, its verifier, and the gates.
+
+A gate reads the records of the upstream stages under their *current* keys and has three answers:
+open (the records are returned), not yet (`Waiting`), shut (`GateShut`: too much was lost).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from kimi_eagle import files
+from kimi_eagle.errors import RunError
+from kimi_eagle.ledger import Ledger, Record, Unit
+from kimi_eagle.recipe import EngineSection, Recipe
+from kimi_eagle.rundir import RunDir
+from kimi_eagle.stages import module
+
+if TYPE_CHECKING:
+    from kimi_eagle.data.sources import Selection
+    from kimi_eagle.data.template import ChatTemplate
+    from kimi_eagle.verifier import Verifier
+
+
+class Waiting(RunError):
+    """The gate is not open yet: an upstream stage has open units."""
+
+    def __init__(self, stage: str, open_units: int):
+        self.stage, self.open_units = stage, open_units
+        super().__init__(f"{stage} has {open_units} open units", where="gate")
+
+
+class GateShut(RunError):
+    """The gate stays shut: more was rejected or failed than the recipe allows."""
+
+
+@dataclass
+class Context:
+    """One look at a run; plans are counted once, records are read afresh each time."""
+
+    run: RunDir
+    recipe: Recipe
+    _plans: dict[str, tuple[str, list[Unit]]] = field(default_factory=dict)
+
+    @cached_property
+    def verifier(self) -> Verifier:
+        from kimi_eagle.verifier import open_verifier
+
+        section = self.recipe.verifier
+        verifier = open_verifier(section.path, trust_remote_code=section.trust_remote_code)
+        verifier.check_layers(self.recipe.extract.layers)
+        return verifier
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        from kimi_eagle.data.template import ChatTemplate
+
+        return ChatTemplate(self.verifier, self.recipe.template)
+
+    @cached_property
+    def selection(self) -> Selection:
+        """The rows of the sources that this run takes, in the seeded order."""
+        from kimi_eagle.data.sources import select
+
+        return select(self.recipe.sources, self.recipe.seed)
+
+    def ledger(self, stage: str) -> Ledger:
+        return Ledger(self.run.stage(stage))
+
+    def plan(self, stage: str) -> list[Unit]:
+        """The units of a stage under the recipe as it is; Waiting while they cannot be known."""
+        return module(stage).plan(self)
+
+    def engine(self, stage: str) -> EngineSection:
+        return self.recipe.engine_for(stage)
+
+    def engine_parts(self, stage: str) -> dict[str, Any]:
+        """The engine settings that belong into keys: what vLLM gets, and its version."""
+        from kimi_eagle.capture.engine import settings
+
+        return settings(self.engine(stage))
+
+    def gate(self, stage: str) -> list[Record]:
+        """Records of all units of an upstream stage, or Waiting / GateShut."""
+        units, ledger = self.plan(stage), self.ledger(stage)
+        if open_units := ledger.open_units(units):
+            raise Waiting(stage, len(open_units))
+        records = ledger.records(units)
+        self._judge(stage, units, records)
+        return [r for r in records if r.state == "done"]
+
+    def _judge(self, stage: str, units: list[Unit], records: list[Record]) -> None:
+        """Compare what was lost with `allow_rejected`; losses are counted in samples."""
+        failed = [r for r in records if r.state == "failed"]
+        lost = sum(r.counts.get("rejected", 0) for r in records if r.state == "done")
+        kept = sum(r.counts.get("samples", 0) for r in records if r.state == "done")
+        by_name = {u.name: u for u in units}
+        lost += sum(len(by_name[r.unit].payload or [1]) for r in failed)
+        share = lost / max(1, lost + kept)
+        if share > self.recipe.allow_rejected:
+            why = f"; unit {failed[0].unit}: {failed[0].info['reasons'][-1]}" if failed else ""
+            raise GateShut(
+                f"{lost} of {lost + kept} samples rejected or in failed units{why}",
+                where=f"gate after {stage}",
+                expected=f"a share of at most allow_rejected = {self.recipe.allow_rejected}",
+                fix=f"look at {self.run.stage(stage).log}, or raise allow_rejected in the recipe",
+            )
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """Stands for the whole recipe: tells a worker of an earlier recipe from one of this."""
+    return files.digest(recipe.model_dump(mode="json"))
+
+
+def cut(sizes: list[int], limit: int) -> list[slice]:
+    """Cut a sequence into runs whose sizes add up to at most `limit` (a larger item stands alone).
+
+    Depends on the sizes alone, never on workers or timing (DESIGN promise 3).
+    """
+    slices, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > limit:
+            slices.append(slice(start, i))
+            start, total = i, 0
+        total += size
+    if len(sizes) > start:
+        slices.append(slice(start, len(sizes)))
+    return slices

@@ -1,0 +1,65 @@
+"""The end of a run in figures: one row a stage, the headline, and the report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kimi_eagle import files
+from kimi_eagle.ledger import Record
+from kimi_eagle.recipe import STAGES
+from kimi_eagle.rundir import RunDir
+from kimi_eagle.stages.context import Context
+from kimi_eagle.survey import survey, times
+
+
+def stage_rows(ctx: Context) -> list[dict[str, Any]]:
+    """One row a stage: state, counts added up over its records, and where the time went."""
+    rows = []
+    for state in survey(ctx):
+        records = ctx.ledger(state.name).records(state.units)
+        row: dict[str, Any] = {"stage": state.name, "state": state.state, "units": len(records)}
+        for name in ("samples", "tokens", "rejected", "bytes"):
+            row[name] = sum(r.counts.get(name, 0) for r in records)
+        if records:
+            spent = times(ctx.run, records)
+            row |= {k: round(v, 2) for k, v in spent.items()}
+            row["ended"] = max(r.data["ended"] for r in records)
+        rows.append(row)
+    return rows
+
+
+def headline(run: RunDir) -> dict[str, Any] | None:
+    """What results.json says at its top level, without the details."""
+    results = files.read_json(run.bench / "results.json")
+    if not results:
+        return None
+    shown = ("acceptance_length", "acceptance_per_position", "identical_outputs", "k")
+    return {k: results.get(k) for k in (*shown, "tokens_per_second")}
+
+
+def record_of(ctx: Context, stage: str) -> Record | None:
+    """The record of a stage of one unit, None while there is none."""
+    state = next(s for s in survey(ctx) if s.name == stage)
+    records = ctx.ledger(stage).records(state.units)
+    return records[0] if records else None
+
+
+def write_report(ctx: Context) -> None:
+    """RUN/report.html from what there is so far."""
+    from kimi_eagle.bench.report import ReportData
+    from kimi_eagle.bench.report import write_report as write
+
+    prepared, mapping = record_of(ctx, "prepare"), record_of(ctx, "vocab")
+    trained = record_of(ctx, "train")
+    data = ReportData(
+        name=ctx.recipe.name,
+        results=files.read_json(ctx.run.bench / "results.json"),
+        curves=trained.path("curves.jsonl") if trained else None,
+        stages=stage_rows(ctx),
+        sources=prepared.info["by_source"] if prepared else {},
+        counts=prepared.counts if prepared else {},
+        vocab=(mapping.info | mapping.counts) if mapping else {},
+        provenance=(trained or prepared).data["provenance"] if (trained or prepared) else {},
+        keys={s: r.key for s in STAGES[-2:] if (r := record_of(ctx, s))},
+    )
+    write(ctx.run.report, data)

@@ -1,0 +1,169 @@
+"""How far a run is.
+
+`survey` is exact: it plans every stage under the recipe as it is (needs the tokenizer, a few
+seconds). `view` is quick: it believes the plan that the stage's last worker wrote and adds
+heartbeats, for status and progress bars (no torch, no tokenizer).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kimi_eagle import files, liveness
+from kimi_eagle.ledger import Ledger, Record, Unit
+from kimi_eagle.recipe import STAGES
+from kimi_eagle.rundir import RunDir, StageDir
+from kimi_eagle.stages import UPSTREAM
+from kimi_eagle.stages.context import Context, GateShut, Waiting
+
+
+@dataclass
+class StageState:
+    """A stage under the current recipe. state: done, open, waiting, failed or skipped."""
+
+    name: str
+    state: str
+    units: list[Unit] = field(default_factory=list)
+    open_units: list[Unit] = field(default_factory=list)
+    reason: str = ""
+
+
+def survey(ctx: Context) -> list[StageState]:
+    """The state of all six stages, upstream first."""
+    states: dict[str, StageState] = {}
+    for name in STAGES:
+        waits = [u for u in UPSTREAM[name] if states[u].state not in ("done", "skipped")]
+        if waits:
+            states[name] = StageState(name, "waiting", reason=f"waits for {', '.join(waits)}")
+            continue
+        try:
+            units = ctx.plan(name)
+        except Waiting as e:
+            states[name] = StageState(name, "waiting", reason=e.line())
+            continue
+        except GateShut as e:
+            states[name] = StageState(name, "failed", reason=e.line())
+            continue
+        if not units:
+            states[name] = StageState(name, "skipped", reason="nothing to do in this recipe")
+            continue
+        open_units = ctx.ledger(name).open_units(units)
+        state = "open" if open_units else "done"
+        states[name] = StageState(name, state, units, open_units)
+    return list(states.values())
+
+
+# -- why ---------------------------------------------------------------------------------------
+
+
+def explain(ctx: Context) -> list[dict[str, Any]]:
+    """For each stage: its state and, for open units, what changed since their last record."""
+    found = []
+    for state in survey(ctx):
+        entry: dict[str, Any] = {
+            "stage": state.name,
+            "state": state.state,
+            "units": len(state.units),
+            "open": len(state.open_units),
+            "reason": state.reason,
+        }
+        if state.open_units:
+            entry["changes"] = _changes(ctx.ledger(state.name), state.open_units)
+        found.append(entry)
+    return found
+
+
+def _changes(ledger: Ledger, units: list[Unit]) -> dict[str, Any]:
+    """{never done: n, "engine.dtype: a -> b": n units, ...} over the open units."""
+    counted: dict[str, int] = {}
+    for unit in units:
+        old = ledger.records_of(unit.name)
+        if not old:
+            tries = ledger.failures(unit)
+            texts = [f"tried, failed: {tries[-1]}" if tries else "never done"]
+        else:
+            texts = _differences(old[0].data["parts"], unit.parts)
+        for text in texts:
+            counted[text] = counted.get(text, 0) + 1
+    return counted
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """`engine.dtype: 'bfloat16' -> 'float32'` for every leaf that differs."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        texts: list[str] = []
+        for key in sorted(old.keys() | new.keys()):
+            inner = f"{path}.{key}" if path else key
+            texts += _differences(old.get(key), new.get(key), inner)
+        return texts
+    return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
+
+
+# -- quick look --------------------------------------------------------------------------------
+
+
+@dataclass
+class StageView:
+    """What can be seen of a stage without planning it. Tokens are the plan's sizes."""
+
+    name: str
+    units: int = 0
+    done: int = 0
+    failed: int = 0
+    running: int = 0
+    tokens_total: int = 0
+    tokens_done: float = 0.0
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def state(self) -> str:
+        if self.workers:
+            return "running"
+        if self.units and self.done + self.failed == self.units:
+            return "failed" if self.failed else "done"
+        return "stopped" if self.error else ("waiting" if not self.units else "open")
+
+
+def view(run: RunDir, name: str, watch: liveness.Watch | None = None) -> StageView:
+    """Count records and heartbeats of a stage."""
+    stage_dir = run.stage(name)
+    ledger, seen = Ledger(stage_dir), StageView(name)
+    names, every = ledger.recorded_names(), all_workers(stage_dir)
+    seen.workers = [w for w in every if (watch or liveness.Watch()).alive(w["id"], w) is not False]
+    if every and not seen.workers:
+        seen.error = max(every, key=lambda w: w["started"]).get("error")
+    fractions = {w["unit"]: w["fraction"] for w in seen.workers if w.get("unit")}
+    for unit in ledger.planned() or []:
+        seen.units += 1
+        seen.tokens_total += unit["tokens"]
+        if f"{unit['name']}.{unit['key']}" in names:
+            seen.done += 1
+            seen.tokens_done += unit["tokens"]
+        elif unit["name"] in fractions:
+            seen.running += 1
+            seen.tokens_done += unit["tokens"] * fractions[unit["name"]]
+    return seen
+
+
+def all_workers(stage_dir: StageDir) -> list[dict[str, Any]]:
+    """The files of all workers of a stage, dead or alive."""
+    found = [files.read_json(p) for p in sorted(stage_dir.workers.glob("*.json"))]
+    return [w for w in found if w]
+
+
+def times(run: RunDir, records: list[Record]) -> dict[str, float]:
+    """Seconds of the workers that made these records: wall, and each phase."""
+    total: dict[str, float] = {}
+    for worker_id in {r.data["worker"] for r in records}:
+        stage_dir = records[0].stage_dir
+        worker = files.read_json(stage_dir.workers / f"{worker_id}.json")
+        if not worker:
+            continue
+        end = worker.get("ended") or max(r.data["ended"] for r in records)
+        total["wall"] = total.get("wall", 0.0) + end - worker["started"]
+        total["peak_gib"] = max(total.get("peak_gib", 0.0), worker.get("peak_gib", 0.0))
+        for phase, seconds in worker["phases"].items():
+            total[phase] = total.get(phase, 0.0) + seconds
+    return total
