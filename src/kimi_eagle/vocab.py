@@ -1,0 +1,245 @@
+"""The draft's reduced vocabulary: token counts, and the mapping between draft and target ids.
+
+Reads tokens parts (or counts from elsewhere); writes, beside each other, STEM.d2t.npy and
+STEM.t2d.npy (for speculators), STEM.d2t.pt and STEM.t2d.pt (for others) and STEM.json (sizes,
+coverage, digests). The rule is speculators' `build_vocab_mappings_from_distribution` (0.9.0,
+speculators/train/vocab_mapping.py), plus forced tokens: the same ids when nothing is forced.
+
+d2t holds OFFSETS: target id = i + d2t[i]. vLLM adds arange to it; absolute ids load without a word
+and give a useless draft. Counting runs over Arrow's buffers with numpy.bincount, no Python object
+a token; the price is one int64 copy of a chunk of the ids. No torch at import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.files import write_atomic
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from kimi_eagle.verifier import Verifier
+
+FORMAT = "vocab/1"
+
+
+@dataclass(frozen=True, eq=False)
+class VocabMapping:
+    """d2t int64 [D], offsets; t2d bool [V] with exactly D true; coverage: share of the counted
+    tokens whose id the draft can name; digest of the counts the choice was made by."""
+
+    d2t: np.ndarray
+    t2d: np.ndarray
+    coverage: float
+    counts_digest: str
+
+    @property
+    def target_ids(self) -> np.ndarray:
+        """Target id of each draft id, strictly increasing, int64 [D]."""
+        return self.d2t + np.arange(len(self.d2t))
+
+    @property
+    def digest(self) -> str:
+        """blake2b-128 hex of the mapping itself: d2t as int64 little-endian and V."""
+        h = hashlib.blake2b(np.ascontiguousarray(self.d2t, "<i8"), digest_size=16)
+        h.update(str(len(self.t2d)).encode())
+        return h.hexdigest()
+
+    def covered(self, counts: np.ndarray) -> float:
+        """Share of other counts (int64 [V]) that this mapping covers; 1.0 of none."""
+        total = int(counts.sum())
+        return float(counts[self.t2d].sum() / total) if total else 1.0
+
+
+def count_tokens(parts: Iterable[Path], vocab_size: int) -> np.ndarray:
+    """Occurrences of each id among the loss tokens of all parts, int64 [vocab_size].
+
+    Parts are read one after the other. RunError: no tokens part, an id outside the vocabulary.
+    """
+    from kimi_eagle.data.samples import read_part
+
+    counts = np.zeros(vocab_size, np.int64)
+    for path in parts:
+        table = read_part(Path(path), ["input_ids", "loss_mask"])
+        counts += count_table(table, vocab_size, where=path)
+    return counts
+
+
+def count_table(table: pa.Table, vocab_size: int, *, where: object = "") -> np.ndarray:
+    """The same for a table in memory with input_ids list<int32> and loss_mask list<bool>."""
+    counts = np.zeros(vocab_size, np.int64)
+    for batch in table.to_batches():
+        ids = batch.column("input_ids").flatten().to_numpy(zero_copy_only=False)
+        mask = batch.column("loss_mask").flatten().to_numpy(zero_copy_only=False)
+        if len(ids) != len(mask):
+            raise RunError("input_ids and loss_mask differ in length", where=where)
+        used = ids[mask]
+        if not used.size:
+            continue
+        if used.min() < 0 or (top := int(used.max())) >= vocab_size:
+            bad = int(used.min()) if used.min() < 0 else top
+            raise RunError(
+                f"token id {bad} outside the vocabulary", where=where,
+                expected=f"0 to {vocab_size - 1}",
+            )
+        counts += np.bincount(used, minlength=vocab_size)
+    return counts
+
+
+def as_counts(counts: Any, vocab_size: int) -> np.ndarray:
+    """Counts in any usual form as int64 [vocab_size].
+
+    A dict {id: n} (speculators' token_freq.pt; keys may be text, as JSON makes them), or a tensor
+    or array [vocab_size]. UsageError: another shape, an id outside the vocabulary, a count below 0.
+    """
+    if isinstance(counts, Mapping):
+        try:
+            ids = np.fromiter((int(k) for k in counts), np.int64, len(counts))
+            values = np.fromiter((int(v) for v in counts.values()), np.int64, len(counts))
+        except (TypeError, ValueError):
+            raise UsageError("token counts are no {id: n}", expected="whole numbers") from None
+        if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+            bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+            raise UsageError(
+                f"token counts name id {bad}", expected=f"ids from 0 to {vocab_size - 1}",
+                fix="count with the verifier's own tokenizer",
+            )
+        result = np.zeros(vocab_size, np.int64)
+        np.add.at(result, ids, values)
+    else:
+        array = np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts)
+        if array.shape != (vocab_size,):
+            raise UsageError(
+                f"token counts have shape {list(array.shape)}", expected=f"[{vocab_size}]"
+            )
+        result = array.astype(np.int64)
+        if not np.array_equal(result, array):
+            raise UsageError("token counts are no whole numbers")
+    if result.size and result.min() < 0:
+        raise UsageError("a token count below 0")
+    return result
+
+
+def build_mapping(
+    counts: np.ndarray, draft_vocab_size: int, forced: Iterable[int] = ()
+) -> VocabMapping:
+    """The draft_vocab_size ids that the draft can name.
+
+    counts: int64 [V]. First the forced ids, then the most frequent ones (ties: the lower id), then,
+    where fewer ids occur at all, the lowest ones. UsageError: draft vocabulary larger than the
+    target's or smaller than the number of forced ids; a forced id out of range.
+    """
+    vocab_size = len(counts)
+    where = "vocab.draft_vocab_size"
+    if draft_vocab_size > vocab_size:
+        raise UsageError(
+            f"draft vocabulary of {draft_vocab_size} is larger than the verifier's", where=where,
+            expected=f"at most {vocab_size}",
+        )
+    ids = np.unique(np.fromiter(forced, np.int64))
+    if ids.size and (ids[0] < 0 or ids[-1] >= vocab_size):
+        bad = int(ids[0] if ids[0] < 0 else ids[-1])
+        raise UsageError(
+            f"forced token id {bad} outside the vocabulary", where="vocab.force_tokens",
+            expected=f"0 to {vocab_size - 1}",
+        )
+    if ids.size > draft_vocab_size:
+        raise UsageError(
+            f"{ids.size} forced tokens do not fit", where=where, expected=f"at least {ids.size}"
+        )
+    # A stable sort by falling count keeps lower ids first among equals, zeros included: the ids
+    # that never occur follow in rising order, which is speculators' fill rule.
+    t2d = np.zeros(vocab_size, bool)
+    t2d[ids] = True
+    order = np.argsort(-counts, kind="stable")
+    if ids.size:
+        order = order[~t2d[order]]
+    t2d[order[: draft_vocab_size - ids.size]] = True
+    chosen = np.flatnonzero(t2d)
+    total = int(counts.sum())
+    return VocabMapping(
+        d2t=chosen - np.arange(draft_vocab_size),
+        t2d=t2d,
+        coverage=float(counts[t2d].sum() / total) if total else 1.0,
+        counts_digest=_digest(counts),
+    )
+
+
+def special_ids(verifier: Verifier) -> tuple[int, ...]:
+    """Ids of all added tokens of the tokenizer (control, tool, thinking) and the model's eos ids.
+
+    Reserved ones count too (Kimi-K2.5: about 250 of 32,000): which of them a later template uses is
+    not known here.
+    """
+    tokenizer = verifier.tokenizer()
+    ids = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids, *verifier.eos_ids}
+    return tuple(sorted(i for i in ids if i < verifier.vocab_size))
+
+
+def save(mapping: VocabMapping, stem: Path) -> list[Path]:
+    """Write the five files of a mapping, each atomically, and return their paths; STEM.json last.
+
+    Equal mappings give equal bytes.
+    """
+    import torch
+
+    arrays = {"d2t": mapping.d2t.astype(np.int64), "t2d": mapping.t2d.astype(bool)}
+    paths = []
+    for kind in ("npy", "pt"):
+        for name, array in arrays.items():
+            buffer = io.BytesIO()
+            if kind == "npy":
+                np.save(buffer, array)
+            else:
+                torch.save(torch.from_numpy(array.copy()), buffer)
+            paths.append(_path(stem, f"{name}.{kind}"))
+            write_atomic(paths[-1], buffer.getvalue())
+    about = {
+        "format": FORMAT,
+        "draft_vocab_size": len(mapping.d2t),
+        "target_vocab_size": len(mapping.t2d),
+        "coverage": mapping.coverage,
+        "counts_digest": mapping.counts_digest,
+        "digest": mapping.digest,
+    }
+    paths.append(_path(stem, "json"))
+    write_atomic(paths[-1], json.dumps(about, indent=1) + "\n")
+    return paths
+
+
+def load(stem: Path) -> VocabMapping:
+    """Read what `save` wrote (the .npy and .json files); RunError when it is not whole."""
+    about = _path(stem, "json")
+    try:
+        data = json.loads(about.read_bytes())
+        mapping = VocabMapping(
+            np.load(_path(stem, "d2t.npy"), allow_pickle=False),
+            np.load(_path(stem, "t2d.npy"), allow_pickle=False),
+            float(data["coverage"]),
+            str(data["counts_digest"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise RunError(f"vocabulary mapping cannot be read: {e}", where=about) from None
+    if data.get("digest") != mapping.digest or not np.array_equal(
+        np.flatnonzero(mapping.t2d), mapping.target_ids
+    ):
+        raise RunError("vocabulary mapping is damaged: d2t, t2d and digest disagree", where=about)
+    return mapping
+
+
+def _path(stem: Path, ending: str) -> Path:
+    return stem.with_name(f"{stem.name}.{ending}")
+
+
+def _digest(counts: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(counts, "<i8"), digest_size=16).hexdigest()
