@@ -23,8 +23,15 @@ from typing import Any
 from kimi_eagle.errors import UsageError
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
-TOKENIZER_FILES = (*VOCABULARY_FILES, "merges.txt", "added_tokens.json", "special_tokens_map.json",
-                   "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
@@ -369,8 +376,7 @@ class Verifier:
             name = self.find(suffixes)
         except UsageError:
             packed = [
-                n for n in self.weight_map
-                if any(s.removesuffix(".weight") in n for s in suffixes)
+                n for n in self.weight_map if any(s.removesuffix(".weight") in n for s in suffixes)
             ]
             if not packed:
                 raise

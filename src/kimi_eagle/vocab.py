@@ -1,8 +1,7 @@
 """The draft's reduced vocabulary: token counts, and the mapping between draft and target ids.
 
-Reads tokens parts (or counts from elsewhere); writes, beside each other, STEM.d2t.npy and
-STEM.t2d.npy (for speculators), STEM.d2t.pt and STEM.t2d.pt (for others) and STEM.json (sizes,
-coverage, digests). The rule is speculators' `build_vocab_mappings_from_distribution` (0.9.0,
+Reads tokens parts (or counts from elsewhere); writes d2t.npy and t2d.npy (for speculators), d2t.pt
+and t2d.pt (for others) and mapping.json (sizes, coverage, digests), at paths that the caller names. The rule is speculators' `build_vocab_mappings_from_distribution` (0.9.0,
 speculators/train/vocab_mapping.py), plus forced tokens: the same ids when nothing is forced.
 
 d2t holds OFFSETS: target id = i + d2t[i]. vLLM adds arange to it; absolute ids load without a word
@@ -15,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +88,8 @@ def count_table(table: pa.Table, vocab_size: int, *, where: object = "") -> np.n
         if used.min() < 0 or (top := int(used.max())) >= vocab_size:
             bad = int(used.min()) if used.min() < 0 else top
             raise RunError(
-                f"token id {bad} outside the vocabulary", where=where,
+                f"token id {bad} outside the vocabulary",
+                where=where,
                 expected=f"0 to {vocab_size - 1}",
             )
         counts += np.bincount(used, minlength=vocab_size)
@@ -111,7 +111,8 @@ def as_counts(counts: Any, vocab_size: int) -> np.ndarray:
         if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
             bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
             raise UsageError(
-                f"token counts name id {bad}", expected=f"ids from 0 to {vocab_size - 1}",
+                f"token counts name id {bad}",
+                expected=f"ids from 0 to {vocab_size - 1}",
                 fix="count with the verifier's own tokenizer",
             )
         result = np.zeros(vocab_size, np.int64)
@@ -143,14 +144,16 @@ def build_mapping(
     where = "vocab.draft_vocab_size"
     if draft_vocab_size > vocab_size:
         raise UsageError(
-            f"draft vocabulary of {draft_vocab_size} is larger than the verifier's", where=where,
+            f"draft vocabulary of {draft_vocab_size} is larger than the verifier's",
+            where=where,
             expected=f"at most {vocab_size}",
         )
     ids = np.unique(np.fromiter(forced, np.int64))
     if ids.size and (ids[0] < 0 or ids[-1] >= vocab_size):
         bad = int(ids[0] if ids[0] < 0 else ids[-1])
         raise UsageError(
-            f"forced token id {bad} outside the vocabulary", where="vocab.force_tokens",
+            f"forced token id {bad} outside the vocabulary",
+            where="vocab.force_tokens",
             expected=f"0 to {vocab_size - 1}",
         )
     if ids.size > draft_vocab_size:
@@ -186,10 +189,11 @@ def special_ids(verifier: Verifier) -> tuple[int, ...]:
     return tuple(sorted(i for i in ids if i < verifier.vocab_size))
 
 
-def save(mapping: VocabMapping, stem: Path) -> list[Path]:
-    """Write the five files of a mapping, each atomically, and return their paths; STEM.json last.
+def save(mapping: VocabMapping, path: Callable[[str], Path]) -> list[Path]:
+    """Write the five files of a mapping, each atomically, and return their paths; the JSON last.
 
-    Equal mappings give equal bytes.
+    path: from a file's name (d2t.npy, ..., mapping.json) to where it shall lie. Equal mappings give
+    equal bytes.
     """
     import torch
 
@@ -202,7 +206,7 @@ def save(mapping: VocabMapping, stem: Path) -> list[Path]:
                 np.save(buffer, array)
             else:
                 torch.save(torch.from_numpy(array.copy()), buffer)
-            paths.append(_path(stem, f"{name}.{kind}"))
+            paths.append(path(f"{name}.{kind}"))
             write_atomic(paths[-1], buffer.getvalue())
     about = {
         "format": FORMAT,
@@ -212,19 +216,19 @@ def save(mapping: VocabMapping, stem: Path) -> list[Path]:
         "counts_digest": mapping.counts_digest,
         "digest": mapping.digest,
     }
-    paths.append(_path(stem, "json"))
+    paths.append(path("mapping.json"))
     write_atomic(paths[-1], json.dumps(about, indent=1) + "\n")
     return paths
 
 
-def load(stem: Path) -> VocabMapping:
+def load(path: Callable[[str], Path]) -> VocabMapping:
     """Read what `save` wrote (the .npy and .json files); RunError when it is not whole."""
-    about = _path(stem, "json")
+    about = path("mapping.json")
     try:
         data = json.loads(about.read_bytes())
         mapping = VocabMapping(
-            np.load(_path(stem, "d2t.npy"), allow_pickle=False),
-            np.load(_path(stem, "t2d.npy"), allow_pickle=False),
+            np.load(path("d2t.npy"), allow_pickle=False),
+            np.load(path("t2d.npy"), allow_pickle=False),
             float(data["coverage"]),
             str(data["counts_digest"]),
         )
@@ -235,10 +239,6 @@ def load(stem: Path) -> VocabMapping:
     ):
         raise RunError("vocabulary mapping is damaged: d2t, t2d and digest disagree", where=about)
     return mapping
-
-
-def _path(stem: Path, ending: str) -> Path:
-    return stem.with_name(f"{stem.name}.{ending}")
 
 
 def _digest(counts: np.ndarray) -> str:

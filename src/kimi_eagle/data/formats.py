@@ -14,15 +14,15 @@ that is really null is lost, unless the arguments are given as a JSON string, as
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from kimi_eagle.data.samples import TokenRow, open_turns
 from kimi_eagle.errors import RowError
 from kimi_eagle.files import digest
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ROLES = {
     "system": "system",
@@ -59,27 +59,7 @@ class Conversation:
     @cached_property
     def prompt_id(self) -> str:
         """Content hash of what is asked, given answers left out (see samples.open_turns)."""
-        from kimi_eagle.data.samples import open_turns
-
         return digest([open_turns(self), self.tools])
-
-
-@dataclass
-class TokenRow:
-    """A pre-tokenised sample: input_ids int32 [T], loss_mask bool [T]."""
-
-    source: str
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    where: tuple[str, int] = ("", 0)
-    finish_reason: str = field(default="given")
-
-    @cached_property
-    def id(self) -> str:
-        """Content hash, the same as the sample_id of the sample made of it."""
-        from kimi_eagle.data.samples import sample_id
-
-        return sample_id(self.input_ids, self.loss_mask)
 
 
 def detect_format(columns: list[str]) -> str | None:
@@ -150,8 +130,10 @@ def _message(given: Any, number: int) -> dict[str, Any]:
         raise RowError("unknown-role", f"message {number}: role {role!r}; expected one of {known}")
     role = ROLES[role]
     content = given.get("content")
-    message = {"role": role, "content": _text(given.get("value") if content is None else content,
-                                              number)}
+    message = {
+        "role": role,
+        "content": _text(given.get("value") if content is None else content, number),
+    }
     name = given.get("name")
     if isinstance(name, str):
         message["name"] = name
@@ -250,8 +232,6 @@ def drop_nulls(value: Any) -> Any:
 
 
 def _tokens(ids: Any, mask: Any, vocab_size: int | None) -> tuple[np.ndarray, np.ndarray]:
-    import numpy as np
-
     try:
         ids, mask = np.asarray(ids), np.asarray(mask)
     except ValueError:

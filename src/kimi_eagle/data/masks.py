@@ -49,8 +49,9 @@ def prefix_mask(
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the common beginning of two sequences of ids."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y),
-                min(len(a), len(b)))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
 
 
 def common_text(a: str, b: str) -> int:

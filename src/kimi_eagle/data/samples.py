@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,26 @@ class Sample:
     finish_reason: str = "given"
 
     @property
-    def sample_id(self) -> str:
+    @dataclass
+class TokenRow:
+    """A pre-tokenised row of a source: input_ids int32 [T], loss_mask bool [T]; where = (file,
+    row from 1)."""
+
+    source: str
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    where: tuple[str, int] = ("", 0)
+
+    @cached_property
+    def id(self) -> str:
+        """The sample_id of the sample made of it."""
+        return sample_id(self.input_ids, self.loss_mask)
+
+    def sample(self) -> Sample:
+        return Sample(self.input_ids, self.loss_mask, self.source)
+
+
+def sample_id(self) -> str:
         return sample_id(self.input_ids, self.loss_mask)
 
     @property
@@ -220,3 +240,20 @@ def read_part(path: Path, columns: list[str] | None = None) -> pa.Table:
     if wrong:
         raise RunError(f"column {wrong[0]} is missing or of another type", where=path)
     return table
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a tokens part, in its order."""
+    table = read_part(path)
+    found = []
+    for batch in table.to_batches():
+        ids, mask = batch.column("input_ids"), batch.column("loss_mask")
+        ends = ids.offsets.to_numpy() - ids.offsets[0].as_py()
+        flat_ids = ids.flatten().to_numpy()
+        flat_mask = mask.flatten().to_numpy(zero_copy_only=False)
+        sources, reasons = (batch.column(c).to_pylist() for c in ("source", "finish_reason"))
+        found += [
+            Sample(flat_ids[start:end], flat_mask[start:end], source, reason)
+            for start, end, source, reason in zip(ends, ends[1:], sources, reasons, strict=False)
+        ]
+    return found

@@ -85,7 +85,7 @@ def select(
             count["rejected"] += 1
             rejects.append(row)
         rows.sort(key=lambda r: _rank(seed, r))
-        del rows[section.limit:]
+        del rows[section.limit :]
     amounts = _amounts({_name(s): (len(kept[_name(s)]), s.weight) for s in sources})
     chosen = []
     for name, amount in amounts.items():
@@ -110,9 +110,7 @@ def read_rows(
             try:
                 if isinstance(row, RowError):
                     raise row
-                yield parse_row(
-                    row, source.format, source=name, where=where, vocab_size=vocab_size
-                )
+                yield parse_row(row, source.format, source=name, where=where, vocab_size=vocab_size)
             except RowError as e:
                 yield Reject.of(e, where, name)
 
@@ -135,7 +133,8 @@ def find_files(path: Path) -> list[Path]:
             raise UsageError("not a save_to_disk folder", where=path / "state.json") from None
     for folder in (path, path / "data"):
         found = sorted(
-            p for p in (folder.iterdir() if folder.is_dir() else ())
+            p
+            for p in (folder.iterdir() if folder.is_dir() else ())
             if p.suffix in SUFFIXES and p.is_file() and p.name not in METADATA
         )
         if found:
@@ -224,8 +223,10 @@ def _table(file: Path, format: str) -> Iterator[tuple[int, Any]]:
         needed = FORMATS.get(format)
         if not needed or not set(needed) <= set(columns):
             missing = [c for c in needed or () if c not in columns]
-            wanted = "+".join(needed) if needed else (
-                "one of " + ", ".join("+".join(n) for n in FORMATS.values())
+            wanted = (
+                "+".join(needed)
+                if needed
+                else ("one of " + ", ".join("+".join(n) for n in FORMATS.values()))
             )
             raise UsageError(
                 f"no column {', '.join(missing)}" if missing else "no known columns",
@@ -273,7 +274,8 @@ def _token_rows(batch: Any) -> Iterator[dict[str, Any]]:
     for i in range(batch.num_rows):
         yield {
             name: column[i].values.to_numpy(zero_copy_only=False)
-            if hasattr(column[i], "values") and column[i].is_valid else None
+            if hasattr(column[i], "values") and column[i].is_valid
+            else None
             for name, column in (("input_ids", ids), ("loss_mask", mask))
         }
 

@@ -132,7 +132,8 @@ class ChatTemplate:
     def _lay_out(self, messages: Messages, tools: list | None) -> list[tuple[str, Spans]]:
         """Texts to tokenise with the character ranges of their answers."""
         turns = [
-            i for i, m in enumerate(messages)
+            i
+            for i, m in enumerate(messages)
             if m["role"] == "assistant" and any(n["role"] == "user" for n in messages[:i])
         ]
         if not turns:
