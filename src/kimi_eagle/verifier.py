@@ -23,15 +23,9 @@ from typing import Any
 from kimi_eagle.errors import UsageError
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
-TOKENIZER_FILES = (
-    *VOCABULARY_FILES,
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+SETTINGS_FILES = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
+TEMPLATE_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+TOKENIZER_FILES = (*VOCABULARY_FILES, *SETTINGS_FILES, *TEMPLATE_FILES)
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")

@@ -1,8 +1,9 @@
 """The draft's reduced vocabulary: token counts, and the mapping between draft and target ids.
 
 Reads tokens parts (or counts from elsewhere); writes d2t.npy and t2d.npy (for speculators), d2t.pt
-and t2d.pt (for others) and mapping.json (sizes, coverage, digests), at paths that the caller names. The rule is speculators' `build_vocab_mappings_from_distribution` (0.9.0,
-speculators/train/vocab_mapping.py), plus forced tokens: the same ids when nothing is forced.
+and t2d.pt (for others) and mapping.json (sizes, coverage, digests) where the caller says. The rule
+is speculators' `build_vocab_mappings_from_distribution` (0.9.0, speculators/train/vocab_mapping.py)
+plus forced tokens: the same ids when nothing is forced.
 
 d2t holds OFFSETS: target id = i + d2t[i]. vLLM adds arange to it; absolute ids load without a word
 and give a useless draft. Counting runs over Arrow's buffers with numpy.bincount, no Python object

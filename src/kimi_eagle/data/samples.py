@@ -43,7 +43,15 @@ class Sample:
     finish_reason: str = "given"
 
     @property
-    @dataclass
+    def sample_id(self) -> str:
+        return sample_id(self.input_ids, self.loss_mask)
+
+    @property
+    def n_loss(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+@dataclass
 class TokenRow:
     """A pre-tokenised row of a source: input_ids int32 [T], loss_mask bool [T]; where = (file,
     row from 1)."""
@@ -52,22 +60,12 @@ class TokenRow:
     input_ids: np.ndarray
     loss_mask: np.ndarray
     where: tuple[str, int] = ("", 0)
+    finish_reason: str = "given"
 
     @cached_property
     def id(self) -> str:
         """The sample_id of the sample made of it."""
         return sample_id(self.input_ids, self.loss_mask)
-
-    def sample(self) -> Sample:
-        return Sample(self.input_ids, self.loss_mask, self.source)
-
-
-def sample_id(self) -> str:
-        return sample_id(self.input_ids, self.loss_mask)
-
-    @property
-    def n_loss(self) -> int:
-        return int(self.loss_mask.sum())
 
 
 def sample_id(input_ids: Any, loss_mask: Any) -> str:
@@ -118,9 +116,7 @@ def samples_from_turns(
     loss. A truncated answer (finish_reason "length") carries none unless `keep_truncated`, and a
     sample ends with its last answer that carries loss; `count_truncated` counts them.
     """
-    turns = [
-        (list(t["prompt_ids"]), list(t["answer_ids"]), str(t["finish_reason"])) for t in turns
-    ]
+    turns = [(list(t["prompt_ids"]), list(t["answer_ids"]), str(t["finish_reason"])) for t in turns]
     extends = all(
         after[0][: len(before[0]) + len(before[1])] == before[0] + before[1]
         for before, after in zip(turns, turns[1:], strict=False)
