@@ -85,7 +85,7 @@ def select(
             count["rejected"] += 1
             rejects.append(row)
         rows.sort(key=lambda r: _rank(seed, r))
-        del rows[section.limit :]
+        kept[name] = rows[: section.limit]
     amounts = _amounts({_name(s): (len(kept[_name(s)]), s.weight) for s in sources})
     chosen = []
     for name, amount in amounts.items():
