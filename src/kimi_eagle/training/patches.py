@@ -1,0 +1,108 @@
+"""What speculators needs to train without an accelerator, and without noise on stdout.
+
+Each patch is named with library, version, place and reason; `tests/training/test_patches.py`
+shows the unpatched failure of each and so fails on the day when one is no longer needed. Only
+module attributes are replaced, and only where no public parameter or overridden method of
+`trainer.ShardTrainer` can do the same (device and autocast type are set there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import speculators.train.checkpointer
+import speculators.train.dataloader
+import speculators.train.trainer
+import torch
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One replaced attribute: `owner.name = replacement`."""
+
+    library: str
+    place: str
+    reason: str
+    owner: Any
+    name: str
+    replacement: Callable[..., Any]
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+def _cpu(*_args: Any, **_kwargs: Any) -> str:
+    return "cpu"
+
+
+def _unpinned(*args: Any, **kwargs: Any) -> Any:
+    return torch.utils.data.DataLoader(*args, **{**kwargs, "pin_memory": False})
+
+
+def _plain_loop(iterable: Iterable[Any], **_kwargs: Any) -> Iterable[Any]:
+    return iterable
+
+
+QUIET_PATCHES = (
+    Patch(
+        library="speculators 0.9.0",
+        place="train/trainer.py, train_epoch and val_epoch",
+        reason="a rich progress bar is drawn on stdout whether or not it is a terminal; "
+        "progress goes through on_progress here",
+        owner=speculators.train.trainer,
+        name="tqdm",
+        replacement=_plain_loop,
+    ),
+)
+
+CPU_PATCHES = (
+    Patch(
+        library="speculators 0.9.0 with torch 2.13.0",
+        place="train/trainer.py, _StepTimer.mark and now",
+        reason="every logged step calls torch.accelerator.synchronize, which raises "
+        "'Cannot access accelerator device when none is available'",
+        owner=torch.accelerator,
+        name="synchronize",
+        replacement=_nothing,
+    ),
+    Patch(
+        library="speculators 0.9.0",
+        place="train/checkpointer.py, SingleGPUCheckpointer.load_*",
+        reason="get_current_device answers 'cuda:0' where there is no accelerator, "
+        "so that resuming fails",
+        owner=speculators.train.checkpointer,
+        name="get_current_device",
+        replacement=_cpu,
+    ),
+    Patch(
+        library="speculators 0.9.0 with torch 2.13.0",
+        place="train/dataloader.py, _setup_dataloader",
+        reason="pin_memory=True is fixed; without an accelerator torch warns for each loader",
+        owner=speculators.train.dataloader,
+        name="DataLoader",
+        replacement=_unpinned,
+    ),
+)
+
+_originals: dict[Patch, Any] = {}
+
+
+def apply(device: str) -> None:
+    """Put the patches for training on `device` ("cpu" or "cuda") in place.
+
+    A second call changes nothing.
+    """
+    for patch in QUIET_PATCHES + (CPU_PATCHES if device == "cpu" else ()):
+        if patch not in _originals:
+            _originals[patch] = getattr(patch.owner, patch.name)
+            setattr(patch.owner, patch.name, patch.replacement)
+
+
+def remove() -> None:
+    """Take all patches away again (for tests)."""
+    for patch, original in _originals.items():
+        setattr(patch.owner, patch.name, original)
+    _originals.clear()

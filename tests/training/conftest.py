@@ -1,0 +1,158 @@
+"""Training data for the tests of this room: real hidden states of the small model.
+
+`corpus` runs the verifier through transformers on short conversations and keeps the states
+entering the chosen layers (the last one by a hook before the final norm, because
+hidden_states[-1] is after it), as shards in the documented format, written here by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+LAYERS = (2, 15, 27, 30)
+DRAFT_VOCAB = 512
+SEQ_LEN = 64
+WORDS = "river stone copper engine garden letter winter market signal harbor violin castle".split()
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """shards: safetensors paths. order: sample ids. states: sample id -> (ids, mask, states)."""
+
+    shards: list[Path]
+    order: list[str]
+    states: dict[str, tuple[Any, Any, Any]]
+    d2t: Path
+    t2d: Path
+
+
+@pytest.fixture(scope="session")
+def verifier(verifier_dir):
+    """The small model, opened."""
+    from kimi_eagle.verifier import open_verifier
+
+    return open_verifier(verifier_dir)
+
+
+@pytest.fixture(scope="session")
+def corpus(verifier, tmp_path_factory) -> Corpus:
+    """24 conversations, about 1,000 tokens, in two shards."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(verifier.path, dtype=torch.bfloat16).eval()
+    tokenizer = verifier.tokenizer()
+    last: list[Any] = []
+    model.model.norm.register_forward_pre_hook(lambda _m, args: last.append(args[0]))
+
+    states: dict[str, tuple[Any, Any, Any]] = {}
+    for i in range(24):
+        a, b, c = (WORDS[(i * k + k) % len(WORDS)] for k in (1, 5, 7))
+        prompt = f"Tell me about a {a} and a {b}."
+        answer = f"A {a} is near the {c}, and number {i} of every {b} is old." + f" {c}" * (i % 5)
+        prompt_ids = tokenizer.encode(prompt)
+        ids = prompt_ids + tokenizer.encode(answer) + [2]
+        with torch.no_grad():
+            out = model(torch.tensor([ids]), output_hidden_states=True)
+        layers = [out.hidden_states[k][0] for k in LAYERS[:-1]] + [last.pop()[0]]
+        mask = np.arange(len(ids)) >= len(prompt_ids)
+        states[f"{i:032x}"] = (
+            np.array(ids, np.int32),
+            mask.astype(np.uint8),
+            torch.stack(layers, dim=1).contiguous(),
+        )
+    folder = tmp_path_factory.mktemp("shards")
+    # Not in the order of training: a store keyed by row numbers would be found out.
+    order = list(states)
+    names = order[::-1]
+    shards = [
+        write_shard(folder / "part-0.safetensors", names[:10], states),
+        write_shard(folder / "part-1.safetensors", names[10:], states),
+    ]
+    d2t, t2d = write_mapping(folder, states, verifier.vocab_size)
+    return Corpus(shards, order, states, d2t, t2d)
+
+
+def write_shard(path: Path, names: list[str], states: dict[str, tuple[Any, Any, Any]]) -> Path:
+    """One shard in the documented format (shard/1) with its index."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import torch
+    import xxhash
+    from safetensors.torch import save_file
+
+    ids, masks, hidden = zip(*(states[name] for name in names), strict=True)
+    meta = {"format": "shard/1", "layers": json.dumps(LAYERS), "verifier_id": "test"}
+    meta |= {"engine": "{}", "codec": "raw"}
+    save_file(
+        {
+            "hidden_states": torch.cat(hidden),
+            "token_ids": torch.from_numpy(np.concatenate(ids)),
+            "loss_mask": torch.from_numpy(np.concatenate(masks)),
+        },
+        path,
+        metadata=meta,
+    )
+    sizes = [len(i) for i in ids]
+    digests = [
+        xxhash.xxh3_64(h.view(torch.uint16).numpy().tobytes() + i.tobytes()).hexdigest()
+        for i, h in zip(ids, hidden, strict=True)
+    ]
+    index = {
+        "sample_id": pa.array(names, pa.string()),
+        "start": pa.array(np.cumsum([0, *sizes[:-1]]), pa.int64()),
+        "n_tokens": pa.array(sizes, pa.int32()),
+        "xxh3": pa.array(digests, pa.string()),
+    }
+    pq.write_table(pa.table(index), path.with_suffix(".index.parquet"), compression="zstd")
+    return path
+
+
+def write_mapping(
+    folder: Path, states: dict[str, tuple[Any, Any, Any]], vocab_size: int
+) -> tuple[Path, Path]:
+    """d2t.npy and t2d.npy of the DRAFT_VOCAB most frequent tokens."""
+    counts = np.bincount(np.concatenate([s[0] for s in states.values()]), minlength=vocab_size)
+    kept = np.sort(np.argsort(-counts, kind="stable")[:DRAFT_VOCAB])
+    t2d = np.zeros(vocab_size, bool)
+    t2d[kept] = True
+    np.save(folder / "d2t.npy", kept.astype(np.int64) - np.arange(DRAFT_VOCAB))
+    np.save(folder / "t2d.npy", t2d)
+    return folder / "d2t.npy", folder / "t2d.npy"
+
+
+@pytest.fixture
+def recipe_for(verifier):
+    """A recipe for this corpus; keyword arguments override `[train]`."""
+    from kimi_eagle.recipe import parse
+
+    def make(**train: Any):
+        section = {
+            "epochs": 2,
+            "seq_len": SEQ_LEN,
+            "optimizer": "muon",
+            "lr": 2e-3,
+            "dtype": "float32",
+            "device": "cpu",
+            **train,
+        }
+        data = {
+            "name": "test",
+            "verifier": {"path": str(verifier.path)},
+            "sources": [{"path": "unused.jsonl"}],
+            "prepare": {"max_length": 256},
+            "extract": {"layers": list(LAYERS)},
+            "vocab": {"draft_vocab_size": DRAFT_VOCAB},
+            "benchmark": {"prompts": "unused.jsonl"},
+            "train": section,
+        }
+        return parse(data, where="test", base=Path("/"))
+
+    return make
