@@ -1,0 +1,5 @@
+"""The verifier in vLLM: generate answers, extract hidden states, check them.
+
+`engine.py` is what stages use; `connector.py` carries states out of vLLM; `probe.py` checks them.
+Nothing here imports vLLM or torch until an engine is opened.
+"""
