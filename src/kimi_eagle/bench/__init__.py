@@ -4,3 +4,7 @@
 `results.py` compares two measurements and writes `results.json`, `report.py` writes `report.html`.
 Nothing here imports torch or vllm in the calling process.
 """
+
+from kimi_eagle.bench.results import run_benchmark
+
+__all__ = ["run_benchmark"]

@@ -72,8 +72,7 @@ def open_draft(path: str | Path, verifier_path: str | Path | None = None) -> Dra
             (
                 {"method": method}
                 for part, method in _ARCHITECTURES
-                if any(part in name.lower() for name in names)
-                or config.get("model_type") == method
+                if any(part in name.lower() for name in names) or config.get("model_type") == method
             ),
             None,
         )

@@ -42,16 +42,16 @@ Progress = Callable[[dict[str, Any]], None]
 class Spec:
     """All that makes a measurement what it is; equal digests may share a result file.
 
-    engine: keyword arguments of vllm.LLM besides model and speculative_config. environment: the
-    recipe's engine section, from which the process environment is made. speculative: vLLM's
-    speculative_config without path and k, None for the baseline. verifier_id, draft_digest:
-    contents behind the two paths; the paths themselves do not enter the digest.
+    engine: what capture.settings.settings made of the recipe's section, vLLM's version included.
+    environment: variables of the child's process. speculative: vLLM's speculative_config without
+    path and k, None for the baseline. verifier_id, draft_digest: contents behind the two paths;
+    neither the paths nor the environment enter the digest.
     """
 
     verifier: str
     verifier_id: str
     engine: dict[str, Any]
-    environment: dict[str, Any]
+    environment: dict[str, str]
     workload: Workload
     batch_sizes: tuple[int, ...]
     draft: str | None = None
@@ -68,7 +68,8 @@ class Spec:
     def digest(self) -> str:
         """sha256 hex; k does not enter the baseline's, so that other k can reuse it."""
         data = asdict(self) | {"format": FORMAT}
-        del data["verifier"], data["draft"]
+        del data["verifier"], data["draft"], data["environment"]
+        del data["workload"]["names"]
         if not self.draft:
             del data["workload"]["k"], data["workload"]["digest"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -118,8 +119,9 @@ def measure(spec: Spec, out: Path, on_progress: Progress | None = None) -> Measu
     """Run `spec` in a fresh process, or take `out` if it already holds this spec's result.
 
     out: the result file; spec and log lie beside it (same stem, .spec.json and .log).
-    on_progress gets dicts: phase ("load" | "measure"), kind, batch_size, done and total (prompts),
-    tokens, seconds. Raises RunError with the log's last meaningful line if the process fails.
+    on_progress gets dicts from the time the engine is loaded: share (0..1 of the prompts at all
+    batch sizes), tokens (generated so far). Raises RunError with the log's last meaningful line
+    if the process fails.
     """
     found = read(out, spec.digest())
     if found is not None:
@@ -129,13 +131,12 @@ def measure(spec: Spec, out: Path, on_progress: Progress | None = None) -> Measu
     out.parent.mkdir(parents=True, exist_ok=True)
     spec_file, log = out.with_suffix(".spec.json"), out.with_suffix(".log")
     write_atomic(spec_file, json.dumps(asdict(spec)).encode())
-    report = on_progress or (lambda _: None)
-    report({"phase": "load", "kind": spec.kind})
-    code = _run_child([str(spec_file), str(out)], spec, log, report)
+    code = _run_child([str(spec_file), str(out)], log, _environment(spec), on_progress)
     found = read(out, spec.digest())
     if code != 0 or found is None:
         raise RunError(
-            f"{spec.kind} engine failed: {_reason(code, log)}", where=log,
+            f"{spec.kind} engine failed: {_reason(code, log)}",
+            where=log,
             fix="read the log; the other measurement, if done, is kept",
         )
     return Measurement(**{**vars(found), "reused": False})
@@ -153,20 +154,28 @@ def read(out: Path, digest: str) -> Measurement | None:
         return None
 
 
-def _run_child(args: list[str], spec: Spec, log: Path, report: Progress) -> int:
+def _run_child(
+    args: list[str], log: Path, env: dict[str, str], on_progress: Progress | None
+) -> int:
     command = [sys.executable, "-m", "kimi_eagle.bench.measure", *args]
     with log.open("w", encoding="utf-8") as sink:
         child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=_environment(spec), text=True, encoding="utf-8", errors="replace",
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
         )
         try:
             for line in child.stdout:
-                if line.startswith(_MARK):
-                    report({"kind": spec.kind} | json.loads(line[len(_MARK):]))
-                else:
+                if not line.startswith(_MARK):
                     sink.write(line)
                     sink.flush()
+                elif on_progress:
+                    on_progress(json.loads(line[len(_MARK) :]))
             return child.wait()
         finally:
             if child.poll() is None:
@@ -176,8 +185,8 @@ def _run_child(args: list[str], spec: Spec, log: Path, report: Progress) -> int:
 
 
 def _environment(spec: Spec) -> dict[str, str]:
-    """The child's environment: ours, with the package found where it was found here."""
-    env = dict(os.environ)
+    """The child's environment: ours, the engine's, and the package found where it is here."""
+    env = os.environ | spec.environment
     package = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(p for p in (package, env.get("PYTHONPATH")) if p)
     return env
@@ -205,11 +214,12 @@ def main(argv: list[str]) -> int:
     spec = json.loads(spec_file.read_text(encoding="utf-8"))
     spec["workload"] = Workload(**spec["workload"])
     _end_with_parent()
-    _prepare(spec["environment"])
     llm = _load(spec)
     loaded = time.monotonic()
-    _tell(phase="measure", load_seconds=round(loaded - started, 2))
-    runs = [_run(llm, spec, size) for size in spec["batch_sizes"]]
+    _tell(share=0.0, tokens=0, load_seconds=round(loaded - started, 2))
+    runs: list[Run] = []
+    for size in spec["batch_sizes"]:
+        runs.append(_run(llm, spec, size, runs))
     result = {
         "format": FORMAT,
         "spec_digest": Spec(**spec).digest(),
@@ -239,60 +249,39 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _prepare(environment: dict[str, Any]) -> None:
-    from kimi_eagle.recipe import EngineSection
-
-    try:
-        from kimi_eagle.capture.engine import prepare_environment
-    except ImportError:
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(environment["cpu_kv_cache_gib"]))
-        os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        return
-    prepare_environment(EngineSection(**environment))
-
-
 def _load(spec: dict[str, Any]) -> Any:
     from vllm import LLM
 
-    draft = spec["draft"]
-    if draft:
-        k = spec["workload"].k
-        more = {
-            "speculative_config": {
-                **spec["speculative"], "model": draft, "num_speculative_tokens": k
-            }
+    from kimi_eagle.capture.settings import engine_arguments
+
+    arguments = engine_arguments(spec["engine"], Path(spec["verifier"]), spec["trust_remote_code"])
+    arguments["disable_log_stats"] = False  # the spec-decode counters are stats
+    if spec["draft"]:
+        arguments["speculative_config"] = {
+            **spec["speculative"],
+            "model": spec["draft"],
+            "num_speculative_tokens": spec["workload"].k,
         }
-    else:
-        more = {}
-    return LLM(
-        model=spec["verifier"], trust_remote_code=spec["trust_remote_code"],
-        # Counters need stats; cached prefixes would make a second batch size look faster.
-        disable_log_stats=False, enable_prefix_caching=False, **spec["engine"], **more,
-    )
+    return LLM(**arguments)
 
 
-def _run(llm: Any, spec: dict[str, Any], batch_size: int) -> Run:
-    """Answer all prompts with at most `batch_size` in flight, after a short warm-up of that size."""
+def _run(llm: Any, spec: dict[str, Any], batch_size: int, earlier: list[Run]) -> Run:
+    """Answer all prompts, at most `batch_size` in flight, after a short warm-up of that size."""
     workload = spec["workload"]
     short = min(4, workload.max_tokens)
     for _ in _answers(llm, workload.prompts[:batch_size], batch_size, short, "warm-up"):
         pass
     before = _counters(llm)
     found: dict[int, tuple[list[int], str]] = {}
-    tokens = 0
+    tokens = sum(run.output_tokens for run in earlier)
     start = time.perf_counter()
     for index, ids, reason in _answers(
         llm, workload.prompts, batch_size, workload.max_tokens, "measured"
     ):
         found[index] = (ids, reason)
         tokens += len(ids)
-        _tell(
-            phase="measure", batch_size=batch_size, done=len(found), total=len(workload.prompts),
-            tokens=tokens, seconds=round(time.perf_counter() - start, 3),
-        )
+        done = len(earlier) + len(found) / len(workload.prompts)
+        _tell(share=done / len(spec["batch_sizes"]), tokens=tokens, batch_size=batch_size)
     seconds = time.perf_counter() - start
     after = _counters(llm)
     counters = None
@@ -314,7 +303,9 @@ def _answers(llm: Any, prompts: Any, batch_size: int, max_tokens: int, label: st
     from vllm.sampling_params import RequestOutputKind
 
     params = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, detokenize=False,
+        temperature=0.0,
+        max_tokens=max_tokens,
+        detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     engine = llm.llm_engine

@@ -13,46 +13,55 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kimi_eagle.bench.draftdir import DraftInfo, open_draft
 from kimi_eagle.bench.measure import Measurement, Run, Spec, measure
-from kimi_eagle.bench.workload import Workload
+from kimi_eagle.bench.workload import Workload, load_workload
 from kimi_eagle.errors import RunError
 from kimi_eagle.files import write_atomic
-from kimi_eagle.recipe import EngineSection, Recipe
+from kimi_eagle.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kimi_eagle.verifier import Verifier
 
 
 def run_benchmark(
     recipe: Recipe,
-    verifier: Any,
+    verifier: Verifier,
     draft: str | Path,
     out_dir: Path,
-    on_progress: Callable[[dict[str, Any]], None] | None = None,
     *,
     workload: Workload | None = None,
+    results: Path | None = None,
+    on_progress: Callable[[float, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure with and without the draft; write and return results.json's content.
 
-    verifier: verifier.Verifier (path and id are used). draft: any draft directory that vLLM
-    loads. workload: default the recipe's held-out prompts. on_progress: as measure.measure.
-    Raises UsageError for a directory that is no draft for this verifier or a bad prompts file,
-    RunError where an engine fails; finished measurements are kept either way.
+    draft: any draft directory that vLLM loads. workload: default the recipe's held-out prompts.
+    results: the file to write, default out_dir/results.json; measurements lie in out_dir.
+    on_progress(share done 0..1, tokens generated so far). Raises UsageError for a directory that
+    is no draft for this verifier or a bad prompts file, RunError where an engine fails; finished
+    measurements are kept either way.
     """
     info = open_draft(draft, verifier.path)
     if workload is None:
-        from kimi_eagle.bench.workload import load_workload
         from kimi_eagle.data.template import ChatTemplate
 
         workload = load_workload(recipe, ChatTemplate(verifier, recipe.template))
     specs = make_specs(recipe, verifier, info, workload)
-    found = [
-        measure(spec, measurement_path(out_dir, spec), on_progress)
-        for spec in (specs["draft"], specs["baseline"])
-    ]
-    results = compare(specs["draft"], found[0], found[1], info)
-    write_atomic(out_dir / "results.json", json.dumps(results, indent=1))
-    return results
+    found: list[Measurement] = []
+    for number, spec in enumerate(specs):
+        before = sum(run.output_tokens for m in found for run in m.runs)
+
+        def report(event: dict[str, Any], number: int = number, before: int = before) -> None:
+            if on_progress and "share" in event:  # the load counts as a fifth
+                on_progress((number + 0.2 + 0.8 * event["share"]) / 2, before + event["tokens"])
+
+        found.append(measure(spec, measurement_path(out_dir, spec), report))
+    data = compare(specs[0], found[0], found[1], info)
+    write_atomic(results or out_dir / "results.json", json.dumps(data, indent=1))
+    return data
 
 
 def measurement_path(out_dir: Path, spec: Spec) -> Path:
@@ -61,15 +70,19 @@ def measurement_path(out_dir: Path, spec: Spec) -> Path:
 
 
 def make_specs(
-    recipe: Recipe, verifier: Any, info: DraftInfo, workload: Workload
-) -> dict[str, Spec]:
-    """The two specs, `draft` and `baseline`: the same but for the draft."""
-    section = engine_section(recipe)
+    recipe: Recipe, verifier: Verifier, info: DraftInfo, workload: Workload
+) -> tuple[Spec, Spec]:
+    """The two specs, with and without the draft, else the same."""
+    from kimi_eagle.capture.settings import environment, settings
+
+    section = recipe.engine_for("benchmark").model_copy(
+        update={"max_num_seqs": max(recipe.benchmark.batch_sizes)}
+    )
     common = {
         "verifier": str(verifier.path),
         "verifier_id": verifier.id(),
-        "engine": engine_settings(section, recipe),
-        "environment": section.model_dump(),
+        "engine": settings(section, seed=recipe.seed),
+        "environment": environment(section),
         "workload": workload,
         "batch_sizes": tuple(recipe.benchmark.batch_sizes),
         "trust_remote_code": recipe.verifier.trust_remote_code,
@@ -80,19 +93,7 @@ def make_specs(
         "draft_digest": info.digest(),
         "speculative": info.speculative,
     }
-    return {"draft": Spec(**common, **draft), "baseline": Spec(**common)}
-
-
-def engine_section(recipe: Recipe) -> EngineSection:
-    """The benchmark's engine settings.
-
-    On CPU the type is float32 unless `[benchmark.engine]` names one, because only there can
-    outputs be compared; a GPU keeps `[engine]`'s (quantised weights know no float32).
-    """
-    section = recipe.engine_for("benchmark")
-    if recipe.benchmark.engine.dtype is None and _device(section) == "cpu":
-        section = section.model_copy(update={"dtype": "float32"})
-    return section.model_copy(update={"max_num_seqs": max(recipe.benchmark.batch_sizes)})
+    return Spec(**common, **draft), Spec(**common)
 
 
 def compare(
@@ -110,9 +111,7 @@ def compare(
         for with_draft, without in zip(draft.runs, baseline.runs, strict=True)
     ]
     head = table[0]
-    same, reason, prompts = _identity(
-        spec.engine["dtype"], names, draft.runs[0], baseline.runs[0]
-    )
+    same, reason, prompts = _identity(spec.engine["dtype"], names, draft.runs[0], baseline.runs[0])
     return {
         "acceptance_length": head["acceptance_length"],
         "acceptance_per_position": head["acceptance_per_position"],
@@ -137,7 +136,8 @@ def compare(
                 for kind, m in (("draft", draft), ("baseline", baseline))
             },
             "peak_memory_bytes": {
-                "draft": draft.peak_memory_bytes, "baseline": baseline.peak_memory_bytes
+                "draft": draft.peak_memory_bytes,
+                "baseline": baseline.peak_memory_bytes,
             },
             "verifier": spec.verifier,
             "verifier_id": spec.verifier_id,
@@ -171,7 +171,8 @@ def _batch_row(k: int, draft: Run, baseline: Run) -> dict[str, Any]:
         "output_tokens": {"draft": draft.output_tokens, "baseline": baseline.output_tokens},
         "seconds": {"draft": draft.seconds, "baseline": baseline.seconds},
         "tokens_per_second": {
-            "draft": draft.tokens_per_second, "baseline": baseline.tokens_per_second
+            "draft": draft.tokens_per_second,
+            "baseline": baseline.tokens_per_second,
         },
         "speedup": draft.tokens_per_second / baseline.tokens_per_second,
         "identical_prompts": sum(
@@ -222,26 +223,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def engine_settings(section: EngineSection, recipe: Recipe) -> dict[str, Any]:
-    """Keyword arguments of vllm.LLM, the same for both engines."""
-    settings = {
-        "dtype": section.dtype,
-        "max_model_len": section.max_model_len,
-        "max_num_seqs": section.max_num_seqs,
-        "max_num_batched_tokens": section.max_num_batched_tokens,
-        "tensor_parallel_size": section.tp,
-        "pipeline_parallel_size": section.pp,
-        "enforce_eager": section.enforce_eager,
-        "seed": recipe.seed,
-    }
-    if _device(section) == "cuda":
-        settings["gpu_memory_utilization"] = section.gpu_memory_utilization
-    return settings
-
-
-def _device(section: EngineSection) -> str:
-    if section.device != "auto":
-        return section.device
-    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"

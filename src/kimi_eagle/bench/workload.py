@@ -11,17 +11,14 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kimi_eagle.errors import UsageError
-from kimi_eagle.recipe import Recipe
+from kimi_eagle.errors import RowError, UsageError
+from kimi_eagle.recipe import Recipe, SourceSection
 
-
-class Template(Protocol):
-    """The part of data.template.ChatTemplate that the workload needs."""
-
-    def prompt_ids(self, messages: list[dict], tools: list | None) -> list[int]:
-        """Token ids of the conversation, ending where the answer begins."""
+if TYPE_CHECKING:
+    from kimi_eagle.data.template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ def make_workload(
     return Workload(tuple(names), fixed, max_tokens, k, digest)
 
 
-def load_workload(recipe: Recipe, template: Template) -> Workload:
+def load_workload(recipe: Recipe, template: ChatTemplate) -> Workload:
     """Held-out prompts of the recipe, the first `benchmark.limit` rows of the file in its order.
 
     A row's last open turn is asked: given answers after it are dropped. Raises UsageError for a
@@ -77,23 +74,32 @@ def load_workload(recipe: Recipe, template: Template) -> Workload:
     return make_workload(names, prompts, section.max_tokens, section.k)
 
 
-def _rows(recipe: Recipe, template: Template) -> Iterable[tuple[str, list[int]]]:
+def _rows(recipe: Recipe, template: ChatTemplate) -> Iterable[tuple[str, list[int]]]:
     """(name, prompt ids) of each row, in the file's order."""
-    from kimi_eagle.data.samples import TokenRow
-    from kimi_eagle.data.sources import Conversation, read_rows
-    from kimi_eagle.recipe import SourceSection
+    from kimi_eagle.data.formats import Conversation
+    from kimi_eagle.data.rejects import Reject
+    from kimi_eagle.data.sources import read_rows
 
-    for row in read_rows(SourceSection(path=recipe.benchmark.prompts)):
+    section = SourceSection(path=recipe.benchmark.prompts)
+    for row in read_rows(section, vocab_size=template.verifier.vocab_size):
+        if isinstance(row, Reject):
+            raise _bad_row(row.rule, row.detail, row.file, row.row)
         if isinstance(row, Conversation):
-            yield _name(row.where), template.prompt_ids(ask(row.messages), row.tools)
-        elif isinstance(row, TokenRow):
-            mask = [bool(m) for m in row.loss_mask]
-            yield _name(row.where), list(row.input_ids[: mask.index(True)])
+            try:
+                yield _name(row.where), template.prompt_ids(ask(row.messages), row.tools)
+            except RowError as e:
+                raise _bad_row(e.rule, e.detail, *row.where) from None
         else:
-            raise UsageError(
-                f"{row.rule}: {row.detail}", where=f"{row.file}: row {row.row}",
-                expected="a prompt", fix="correct or remove the row",
-            )
+            asked = int(row.loss_mask.argmax())
+            if not asked:
+                raise _bad_row("no-prompt", "the answer begins at the first token", *row.where)
+            yield _name(row.where), row.input_ids[:asked].tolist()
+
+
+def _bad_row(rule: str, detail: str, file: str, row: int) -> UsageError:
+    return UsageError(
+        f"{rule}: {detail}", where=f"{file}: row {row}", fix="correct or remove the row"
+    )
 
 
 def ask(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,5 +111,4 @@ def ask(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _name(where: tuple[str, int]) -> str:
-    file, row = where
-    return f"{file}:{row}"
+    return f"{Path(where[0]).stem}:{where[1]}"
