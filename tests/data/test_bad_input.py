@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kimi_eagle.data import samples, sources
+from kimi_eagle.data import formats, samples
 from kimi_eagle.data.formats import Conversation
 from kimi_eagle.data.rejects import Reject, RejectLog
 from kimi_eagle.data.sources import read_rows, select
@@ -80,11 +80,16 @@ def test_bad_row_is_rejected_with_file_and_row_and_the_others_go_on(rows, rule):
 
 
 def test_giant_row(rows, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 1000)
-    path = rows(GOOD, {"prompt": "x" * 5000}, OTHER)
-    _, bad, last = read_rows(SourceSection(path=str(path)))
-    assert (bad.rule, bad.row) == ("giant-row", 2)
-    assert isinstance(last, Conversation)
+    monkeypatch.setattr(formats, "MAX_ROW_BYTES", 1000)
+    giant = {"prompt": "x" * 5000}
+    lines = rows(GOOD, giant, OTHER)
+    listed = rows(json.dumps([GOOD, giant, OTHER]), name="list.json")
+    table = lines.with_name("t.parquet")
+    pq.write_table(pa.table({"prompt": ["a", giant["prompt"], "b"]}), table)
+    for path in (lines, listed, table):
+        _, bad, last = read_rows(SourceSection(path=str(path)))
+        assert (bad.rule, bad.row) == ("giant-row", 2)
+        assert isinstance(last, Conversation)
 
 
 def test_duplicate(rows):
@@ -121,7 +126,7 @@ def test_markers_quoted_in_an_answer(rows, template):
     assert template.tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]) == (
         answer + "<|im_end|>"
     )
-    assert mask == sorted(mask[:-1]) + [False]  # one run, then the template's newline
+    assert mask.tolist() == sorted(mask[:-1]) + [False]  # one run, then the template's newline
 
 
 def test_null_padded_tool_arguments(tmp_path, jinja):
@@ -230,6 +235,11 @@ def test_too_many_rejects_stop_and_name_the_three_most_frequent_rules(tmp_path):
     }
     log.count_rows(40)
     log.check()  # exactly 5%
+    log.add(Reject("duplicate", "again", "f.jsonl", 1, "s"))  # a row counts once
+    log.check()
+    log.add(Reject("too-long", "a sample of no row known"))
+    with pytest.raises(RunError, match="5.7%"):
+        log.check()
 
 
 def test_rejects_with_text_that_utf8_cannot_hold(tmp_path):

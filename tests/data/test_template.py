@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kimi_eagle.data.template import ChatTemplate
 from kimi_eagle.errors import RowError, UsageError
@@ -51,6 +53,11 @@ def answers(messages):
     return found
 
 
+def masked(template, messages, tools=None):
+    """The samples as lists."""
+    return [(i.tolist(), m.tolist()) for i, m in template.conversation(messages, tools)]
+
+
 def runs(ids, mask):
     """Token ids of each unbroken run of loss tokens."""
     found, before = [], False
@@ -68,7 +75,7 @@ def test_ids_are_transformers_and_mask_is_each_answer_with_its_end(template, nam
     messages = CONVERSATIONS[name]
     while messages[-1]["role"] != "assistant":
         messages = messages[:-1]
-    ((ids, mask),) = template.conversation(CONVERSATIONS[name])
+    ((ids, mask),) = masked(template, CONVERSATIONS[name])
     assert ids == official(template, messages)["input_ids"]
     texts = [
         template.tokenizer.decode(r, clean_up_tokenization_spaces=False) for r in runs(ids, mask)
@@ -84,7 +91,7 @@ def test_ids_are_transformers_and_mask_is_each_answer_with_its_end(template, nam
 def test_mask_by_independent_prefix_rendering(template, name):
     """Token ids of prompts and prefixes, rendered and tokenised apart, give the same places."""
     messages = CONVERSATIONS[name]
-    ((ids, mask),) = template.conversation(messages)
+    ((ids, mask),) = masked(template, messages)
     expected = [False] * len(ids)
     for i, m in enumerate(messages):
         if m["role"] == "assistant" and any(n["role"] == "user" for n in messages[:i]):
@@ -114,7 +121,7 @@ def test_mask_equals_transformers_generation_markers(jinja, name):
     while messages[-1]["role"] != "assistant":
         messages = messages[:-1]
     out = official(template, messages, chat_template=GENERATION, return_assistant_tokens_mask=True)
-    ((ids, mask),) = template.conversation(messages)
+    ((ids, mask),) = masked(template, messages)
     assert ids == out["input_ids"]
     assert [int(m) for m in mask] == out["assistant_masks"]
 
@@ -122,10 +129,39 @@ def test_mask_equals_transformers_generation_markers(jinja, name):
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_tokenizer_without_offsets_gives_the_same(template, name, monkeypatch):
     """Kimi's tokenizer is a slow one: token prefixes instead of offsets."""
-    with_offsets = template.conversation(CONVERSATIONS[name])
+    with_offsets = masked(template, CONVERSATIONS[name])
     tokenise = ChatTemplate._tokenise
     monkeypatch.setattr(ChatTemplate, "_tokenise", lambda s, texts: (tokenise(s, texts)[0], None))
-    assert template.conversation(CONVERSATIONS[name]) == with_offsets
+    assert masked(template, CONVERSATIONS[name]) == with_offsets
+
+
+def test_a_real_tokenizer_without_offsets(tmp_path):
+    """ByT5's is pure Python, as Kimi's is; its end-of-turn token is </s>."""
+    from transformers import ByT5Tokenizer
+
+    from kimi_eagle.verifier import open_verifier
+
+    weights = {"model.embed_tokens.weight": torch.zeros(1, 1)}
+    save_file(weights, tmp_path / "model.safetensors")
+    config = {"hidden_size": 1, "num_hidden_layers": 1, "vocab_size": 384, "eos_token_id": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", **config}))
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    template = ChatTemplate(open_verifier(tmp_path, require_template=True), TemplateSection())
+    assert not template.tokenizer.is_fast
+    for messages in CONVERSATIONS.values():
+        while messages[-1]["role"] != "assistant":
+            messages = messages[:-1]
+        ((ids, mask),) = masked(template, messages)
+        assert ids == official(template, messages)["input_ids"]
+        assert all(r[-1] == 1 for r in runs(ids, mask))
+        # This tokenizer drops blanks beside a special token.
+        texts = [template.tokenizer.decode(r[:-1]).strip() for r in runs(ids, mask)]
+        assert texts == [a.strip() for a in answers(messages)]
 
 
 def test_batch_equals_one_by_one_and_a_bad_row_stops_nobody(template):
@@ -134,7 +170,8 @@ def test_batch_equals_one_by_one_and_a_bad_row_stops_nobody(template):
     found = template.conversations(batch)
     bad = found.pop(3)
     assert isinstance(bad, RowError) and bad.rule == "no-answer"
-    assert found == [template.conversation(m) for m in CONVERSATIONS.values()]
+    found = [[(i.tolist(), m.tolist()) for i, m in row] for row in found]
+    assert found == [masked(template, m) for m in CONVERSATIONS.values()]
 
 
 STRIPS = """{%- set ns = namespace(last=-1) -%}
@@ -155,7 +192,7 @@ def test_template_that_drops_thinking_gives_one_sample_a_turn(jinja, template):
     stripping = jinja(STRIPS)
     assert stripping.drops_thinking and not template.drops_thinking
     messages = say("1+1?", "<think>\neasy\n</think>\n\n2", "2+2?", "<think>\nhm\n</think>\n\n4")
-    first, second = stripping.conversation(messages)
+    first, second = masked(stripping, messages)
     decode = stripping.tokenizer.decode
     for (ids, mask), turn in ((first, 1), (second, 3)):
         prefix = messages[: turn + 1]
@@ -164,9 +201,9 @@ def test_template_that_drops_thinking_gives_one_sample_a_turn(jinja, template):
         assert decode(run) == messages[turn]["content"] + "<|im_end|>"
     assert "easy" not in decode(second[0]) and "easy" in decode(first[0])
     # Without thinking nothing is dropped: one sample.
-    assert len(stripping.conversation(say("a", "b", "c", "d"))) == 1
+    assert len(masked(stripping, say("a", "b", "c", "d"))) == 1
     # A template that keeps it: one sample.
-    assert len(template.conversation(messages)) == 1
+    assert len(masked(template, messages)) == 1
 
 
 SCAFFOLD = (
@@ -178,10 +215,10 @@ SCAFFOLD = (
 def test_prompt_that_opens_a_thought_which_the_answer_lacks(jinja):
     template = jinja(SCAFFOLD)
     for answer in ("<thinking is hard>", "Plain."):
-        ((ids, mask),) = template.conversation(say("Q", answer))
+        ((ids, mask),) = masked(template, say("Q", answer))
         (run,) = runs(ids, mask)
         assert template.tokenizer.decode(run) == answer + "<|im_end|>"
-    ((ids, mask),) = template.conversation(say("Q", "<think>\nwhy\n</think>\nA"))
+    ((ids, mask),) = masked(template, say("Q", "<think>\nwhy\n</think>\nA"))
     assert template.tokenizer.decode(runs(ids, mask)[0]) == "why\n</think>\nA<|im_end|>"
 
 
@@ -197,14 +234,14 @@ PAST_END = (
 
 def test_template_without_end_of_turn_ends_with_the_content(jinja):
     template = jinja(NO_END)
-    ((ids, mask),) = template.conversation(say("Q", "quotes <|im_end|> inside", "R", "yes"))
+    ((ids, mask),) = masked(template, say("Q", "quotes <|im_end|> inside", "R", "yes"))
     texts = [template.tokenizer.decode(r).strip() for r in runs(ids, mask)]
     assert texts == ["quotes <|im_end|> inside", "yes"]
 
 
 def test_text_after_the_whole_conversation_is_no_answer(jinja):
     template = jinja(PAST_END)
-    ((ids, mask),) = template.conversation(say("Q", "A", "R", "B"))
+    ((ids, mask),) = masked(template, say("Q", "A", "R", "B"))
     assert ids[-1] == 0  # <|endoftext|>
     texts = [template.tokenizer.decode(r) for r in runs(ids, mask)]
     assert texts == ["A<|im_end|>", "B<|im_end|>"]
@@ -232,7 +269,7 @@ def test_tool_calls_are_answers_and_results_are_not(jinja):
         {"role": "assistant", "content": "It rains."},
     ]
     tools = [{"type": "function", "function": {"name": "get"}}]
-    ((ids, mask),) = template.conversation(messages, tools)
+    ((ids, mask),) = masked(template, messages, tools)
     assert ids == official(template, messages, chat_template=TOOLS, tools=tools)["input_ids"]
     texts = [template.tokenizer.decode(r) for r in runs(ids, mask)]
     assert texts == ['<call>get {"city": "Bern"}</call><|im_end|>', "It rains.<|im_end|>"]
@@ -242,7 +279,7 @@ def test_tool_call_that_the_template_leaves_out_is_refused(template):
     messages = say("Weather?", "")
     messages[1]["tool_calls"] = [called(city="Bern")]
     with pytest.raises(RowError, match="empty-answer"):
-        template.conversation(messages)
+        masked(template, messages)
 
 
 def test_tools_refused_where_the_recipe_says_so(jinja):

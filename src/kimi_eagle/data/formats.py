@@ -1,10 +1,11 @@
 """One input row (a dict) becomes a Conversation or a TokenRow, or a RowError says why not.
 
 Reads nothing from disk. Forms: OpenAI `messages`, ShareGPT `conversations` (from/value, or
-role/content), `prompt` (one text), pre-tokenised `input_ids` + `loss_mask`; each with an optional
-`tools`. All end up as OpenAI messages in the shape that vLLM 0.31.0 hands to a chat template
-(vllm/entrypoints/chat_utils.py): content is a string, text parts joined by a newline, arguments of
-tool calls are objects, thinking is in both `reasoning` and `reasoning_content`.
+role/content, a `system` text beside them), `prompt` (one text), pre-tokenised `input_ids` +
+`loss_mask`; each with an optional `tools`. All end up as OpenAI messages in the shape that vLLM
+0.31.0 hands to a chat template (vllm/entrypoints/chat_utils.py): content is a string, text parts
+joined by a newline, arguments of tool calls are objects, thinking is in both `reasoning` and
+`reasoning_content`.
 
 Nulls: Arrow pads the fields of structs with null, so one tool call's arguments show up in all
 others as nulls. Null keys are dropped from messages, arguments and tools. The price: an argument
@@ -62,6 +63,10 @@ class Conversation:
         return digest([open_turns(self), self.tools])
 
 
+MAX_ROW_BYTES = 64 << 20
+"""A longer row is rejected: no text conversation is that long, a broken file is."""
+
+
 def detect_format(columns: list[str]) -> str | None:
     """The first format whose columns are all there."""
     return next((f for f, need in FORMATS.items() if set(need) <= set(columns)), None)
@@ -98,7 +103,12 @@ def parse_row(
         given: Any = [{"role": "user", "content": row["prompt"]}]
     else:
         given = row[format]
-    conversation = Conversation(source, _messages(given), _tools(row.get("tools")), where)
+        if format == "conversations" and isinstance(row.get("system"), str) and row["system"]:
+            given = [{"role": "system", "content": row["system"]}, *_list(given)]
+    messages = _messages(given)
+    if sum(len(m["content"]) for m in messages) > MAX_ROW_BYTES:
+        raise RowError("giant-row", f"longer than {MAX_ROW_BYTES >> 20} MiB")
+    conversation = Conversation(source, messages, _tools(row.get("tools")), where)
     try:
         conversation.id  # noqa: B018  canonical JSON in UTF-8: fails on lone surrogates
     except UnicodeEncodeError as e:
@@ -107,15 +117,19 @@ def parse_row(
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not given:
-        raise RowError("no-messages", "expected a list of at least one message")
-    messages = [_message(m, i) for i, m in enumerate(given, 1)]
+    messages = [_message(m, i) for i, m in enumerate(_list(given), 1)]
     roles = {m["role"] for m in messages}
     if roles == {"system"}:
         raise RowError("only-system", "no user turn")
     if "user" not in roles:
         raise RowError("no-user", f"only {', '.join(sorted(roles))}")
     return messages
+
+
+def _list(given: Any) -> list[Any]:
+    if not isinstance(given, list) or not given:
+        raise RowError("no-messages", "expected a list of at least one message")
+    return given
 
 
 def _message(given: Any, number: int) -> dict[str, Any]:

@@ -65,9 +65,11 @@ class RejectLog:
 
     @property
     def share(self) -> float:
-        """Share of input rows with at least one reject (a row may lose several samples)."""
-        rows = {(r.source, r.file, r.row) for r in self.rejects}
-        return len(rows) / max(self.rows, len(rows), 1)
+        """Share of input rows with at least one reject: a row may lose several samples. Rejects
+        that name no row count one by one."""
+        rows = {(r.source, r.file, r.row) for r in self.rejects if r.row}
+        lost = len(rows) + sum(not r.row for r in self.rejects)
+        return lost / max(self.rows, lost, 1)
 
     def check(self) -> None:
         """RunError when more than max_share of the rows were rejected; names the three most

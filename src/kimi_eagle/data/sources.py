@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kimi_eagle.data import formats
 from kimi_eagle.data.formats import FORMATS, Conversation, TokenRow, detect_format, parse_row
 from kimi_eagle.data.rejects import Reject
 from kimi_eagle.errors import RowError, UsageError
@@ -26,8 +27,6 @@ from kimi_eagle.errors import RowError, UsageError
 if TYPE_CHECKING:
     from kimi_eagle.recipe import SourceSection
 
-MAX_ROW_BYTES = 64 << 20
-"""A longer line is rejected unread: no text conversation is that long, a broken file is."""
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 SPLIT = re.compile(r"^(?P<split>[A-Za-z_]+)-\d+-of-\d+\.")
@@ -183,12 +182,12 @@ def _json_rows(file: Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate(_json_list(file, f.read()), 1)
             return
         number = 0
-        while line := f.readline(MAX_ROW_BYTES + 1):
+        while line := f.readline(formats.MAX_ROW_BYTES + 1):
             number += 1
-            if len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
-                while (rest := f.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
+            if len(line) > formats.MAX_ROW_BYTES and not line.endswith(b"\n"):
+                while (rest := f.readline(formats.MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
                     pass
-                detail = f"longer than {MAX_ROW_BYTES >> 20} MiB"
+                detail = f"longer than {formats.MAX_ROW_BYTES >> 20} MiB"
                 yield number, RowError("giant-row", detail)
             elif line.strip():
                 yield number, _json_line(line)
@@ -233,9 +232,8 @@ def _table(file: Path, format: str) -> Iterator[tuple[int, Any]]:
                 where=file,
                 expected=f"{wanted}; it has {', '.join(columns)}",
             )
-        wanted = list(needed)
-        if "tools" in columns and format != "tokens":
-            wanted.append("tools")
+        beside = () if format == "tokens" else ("tools", "system")
+        wanted = [*needed, *(c for c in beside if c in columns)]
         number = 0
         for batch in batches(wanted):
             rows = _token_rows(batch) if format == "tokens" else batch.to_pylist()

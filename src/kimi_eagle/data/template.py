@@ -17,6 +17,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kimi_eagle.data.masks import Spans, common_text, prefix_mask, token_mask
 from kimi_eagle.errors import RowError, UsageError
 from kimi_eagle.files import digest
@@ -28,12 +30,15 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 Request = tuple[Messages, list[dict[str, Any]] | None]
 """Messages and tools of one conversation."""
-Masked = tuple[list[int], list[bool]]
-"""input_ids [T] and loss_mask [T] of one sample."""
+Masked = tuple[np.ndarray, np.ndarray]
+"""input_ids int32 [T] and loss_mask bool [T] of one sample."""
 
 PROBE = ("Alpha one", "Beta two")
 """Two contents without a common first or last character: what stays equal is the template's."""
-TOOL_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
+BATCH_ROWS = 1024
+"""Conversations tokenised together: enough for all cores, while a token's Python objects cost a
+hundred bytes for the moment."""
+OWN_ARGUMENTS = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 """Names that this module or transformers sets itself."""
 
 
@@ -115,6 +120,12 @@ class ChatTemplate:
         context. A bad conversation gives its RowError: `no-answer`, `empty-answer` (the template
         renders nothing of the turn), `template` (it refuses the messages), `unstable-template`.
         """
+        found: list[list[Masked] | RowError] = []
+        for at in range(0, len(batch), BATCH_ROWS):
+            found += self._masked(batch[at : at + BATCH_ROWS])
+        return found
+
+    def _masked(self, batch: Sequence[Request]) -> list[list[Masked] | RowError]:
         laid_out = [_or_fault(self._lay_out, messages, tools) for messages, tools in batch]
         good = [sample for row in laid_out if not isinstance(row, RowError) for sample in row]
         ids, offsets = self._tokenise([text for text, _ in good])
@@ -125,7 +136,7 @@ class ChatTemplate:
             else:
                 parts = self._tokenise([text[:at] for span in spans for at in span])[0]
                 mask = prefix_mask(ids[i], list(zip(parts[::2], parts[1::2], strict=True)))
-            masked.append((ids[i], mask))
+            masked.append((np.array(ids[i], np.int32), np.array(mask, bool)))
         rest = iter(masked)
         return [row if isinstance(row, RowError) else [next(rest) for _ in row] for row in laid_out]
 
@@ -262,10 +273,9 @@ class ChatTemplate:
         """Token ids of each text and, from a fast tokenizer, each token's character range."""
         if not texts:
             return [], None
-        if not self.tokenizer.is_fast:
-            return [self.tokenizer.encode(t, add_special_tokens=False) for t in texts], None
         out = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
-        return out["input_ids"], [e.offsets for e in out.encodings]
+        offsets = [e.offsets for e in out.encodings] if self.tokenizer.is_fast else None
+        return out["input_ids"], offsets
 
     def _own_source(self) -> str:
         try:
@@ -283,10 +293,10 @@ class ChatTemplate:
         read = template_variables(self.source, self._override or self.verifier.path)
         read |= set(inspect.signature(type(self.tokenizer).apply_chat_template).parameters)
         for name in self.arguments:
-            if name in TOOL_ARGUMENTS or name not in read:
+            if name in OWN_ARGUMENTS or name not in read:
                 thinking = self.section.thinking is not None
                 of = name == self.section.thinking_argument and thinking
-                known = ", ".join(sorted(template_variables(self.source, "") - TOOL_ARGUMENTS))
+                known = ", ".join(sorted(template_variables(self.source, "") - OWN_ARGUMENTS))
                 raise UsageError(
                     f"argument {name!r} is set here or never read by the chat template",
                     where="template.thinking" if of else f"template.arguments.{name}",
