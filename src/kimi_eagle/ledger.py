@@ -200,4 +200,3 @@ class Ledger:
         """[{name, key, tokens}] as the last worker wrote it, or None before any."""
         plan = files.read_json(self.dir.plan)
         return plan["units"] if plan else None
-

@@ -280,11 +280,15 @@ class Attempt:
                     path.unlink(missing_ok=True)
 
 
-def _machine_fault(fault: Exception) -> bool:
+def _machine_fault(fault: BaseException | None) -> bool:
     """Full disk, lost mount, no right: trying the unit again would burn its tries for nothing."""
-    return isinstance(fault, MemoryError) or (
-        isinstance(fault, OSError) and fault.errno in files.ENVIRONMENT_FAULTS
-    )
+    while fault is not None:
+        if isinstance(fault, MemoryError):
+            return True
+        if isinstance(fault, OSError) and fault.errno in files.ENVIRONMENT_FAULTS:
+            return True
+        fault = fault.__cause__
+    return False
 
 
 def _short(fault: BaseException) -> str:

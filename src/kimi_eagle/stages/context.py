@@ -6,7 +6,7 @@ open (the records are returned), not yet (`Waiting`), shut (`GateShut`: too much
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,10 @@ class GateShut(RunError):
 
 @dataclass
 class Context:
-    """One look at a run; plans are counted once, records are read afresh each time."""
+    """One look at a run: inputs are read once, records afresh each time."""
 
     run: RunDir
     recipe: Recipe
-    _plans: dict[str, tuple[str, list[Unit]]] = field(default_factory=dict)
 
     @cached_property
     def verifier(self) -> Verifier:
@@ -63,7 +62,12 @@ class Context:
         """The rows of the sources that this run takes, in the seeded order."""
         from kimi_eagle.data.sources import select
 
-        return select(self.recipe.sources, self.recipe.seed)
+        return select(
+            self.recipe.sources,
+            self.recipe.seed,
+            vocab_size=self.verifier.vocab_size,
+            by_prompt=self.recipe.regenerate.enabled,
+        )
 
     def ledger(self, stage: str) -> Ledger:
         return Ledger(self.run.stage(stage))

@@ -7,21 +7,27 @@ states are not what we think they are.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kimi_eagle.data import samples
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Unit
+from kimi_eagle.shards.writer import ShardWriter
 from kimi_eagle.stages.context import Context
 
 if TYPE_CHECKING:
+    import torch
+
     from kimi_eagle.capture.engine import ExtractionEngine
+    from kimi_eagle.capture.probe import Probe
     from kimi_eagle.worker import Attempt, Worker
 
 FORMAT = "shard/1"
+PROBED_POSITIONS = 64
+"""Positions a sample that the probe looks at: a matrix product with the vocabulary for each."""
 
 
 def plan(ctx: Context) -> list[Unit]:
@@ -52,69 +58,79 @@ def work(ctx: Context, worker: Worker) -> None:
     if not worker.ledger.open_units(units):
         return
     from kimi_eagle.capture.engine import ExtractionEngine
-
-    spool = Path(tempfile.mkdtemp(prefix="kimi-eagle-"))
-    try:
-        with worker.phase("load"):
-            engine = ExtractionEngine(
-                ctx.verifier.path,
-                ctx.engine("extract"),
-                layers=ctx.recipe.extract.layers,
-                spool=spool,
-                trust_remote_code=ctx.recipe.verifier.trust_remote_code,
-            ).__enter__()
-        try:
-            for attempt in worker.attempts(units):
-                with attempt, worker.phase("work"):
-                    _extract(ctx, engine, attempt, worker)
-        finally:
-            engine.__exit__(None, None, None)
-    finally:
-        shutil.rmtree(spool, ignore_errors=True)
-
-
-def _extract(ctx: Context, engine: ExtractionEngine, attempt: Attempt, worker: Worker) -> None:
-    """One unit: part in, shard out; a sample that fails is tried alone once, then rejected."""
     from kimi_eagle.capture.probe import Probe
-    from kimi_eagle.shards import ShardWriter
 
-    part = samples.read_samples(attempt.unit.payload)
-    probe = Probe(ctx.verifier)
-    rejected: list[dict[str, str]] = []
+    with ExitStack() as stack:
+        spool = stack.enter_context(tempfile.TemporaryDirectory(prefix="kimi-eagle-"))
+        with worker.phase("load"):
+            engine = stack.enter_context(
+                ExtractionEngine(
+                    ctx.verifier.path,
+                    ctx.engine("extract"),
+                    layers=ctx.recipe.extract.layers,
+                    spool=Path(spool),
+                    trust_remote_code=ctx.recipe.verifier.trust_remote_code,
+                )
+            )
+            probe = Probe(ctx.verifier)
+        for attempt in worker.attempts(units):
+            with attempt, worker.phase("work"):
+                _extract(ctx, engine, probe, attempt, worker)
+
+
+def _extract(
+    ctx: Context, engine: ExtractionEngine, probe: Probe, attempt: Attempt, worker: Worker
+) -> None:
+    """One unit: part in, shard out; a sample with inf or NaN is tried alone once, then rejected."""
+    section, part = ctx.recipe.extract, samples.read_samples(attempt.unit.payload)
     before = worker.tokens
+    probe.agreed = probe.seen = 0
+    paths = [attempt.path("safetensors"), attempt.path("index.parquet")]
     writer = ShardWriter(
-        attempt.path("safetensors"),
-        layers=ctx.recipe.extract.layers,
+        paths[0].parent,
+        paths[0].stem,
+        layers=section.layers,
         hidden_size=ctx.verifier.hidden_size,
         meta={"verifier_id": ctx.verifier.id(), "engine": ctx.engine_parts("extract")},
     )
-    attempt.path("index.parquet")
+
+    def keep(sample: samples.Sample, states: torch.Tensor, next_token: int) -> bool:
+        if not states.isfinite().all():
+            return False
+        ids, mask = sample.input_ids, sample.loss_mask
+        probe.add(states[:, -1], ids, mask, next_token, limit=PROBED_POSITIONS)
+        writer.add(sample.sample_id, states, ids, mask)
+        worker.tokens = before + writer.tokens
+        worker.progress(writer.tokens / attempt.unit.tokens, worker.tokens)
+        return True
+
     with writer:
-        for i, states, next_token in engine.extract([s.input_ids.tolist() for s in part]):
-            sample = part[i]
-            if not writer.is_finite(states):
-                (_, states, next_token), *_ = engine.extract([sample.input_ids.tolist()])
-            if not writer.is_finite(states):
-                rejected.append({"sample_id": sample.sample_id, "rule": "not-finite"})
-                continue
-            probe.add(states[:, -1], next_token, sample)
-            writer.add(sample.sample_id, states, sample.input_ids, sample.loss_mask)
-            worker.tokens += len(sample.input_ids)
-            worker.progress((worker.tokens - before) / attempt.unit.tokens, worker.tokens)
-        if probe.agreement < ctx.recipe.extract.probe_min_agreement:
+        batch = [s.input_ids.tolist() for s in part]
+        again = [part[i] for i, *found in engine.extract(batch) if not keep(part[i], *found)]
+        rejected = [s for s in again if not keep(s, *_alone(engine, s))]
+        if probe.agreement < section.probe_min_agreement:
             raise RunError(
-                f"probe: the last state names the engine's next token for {probe.agreement:.1%}"
-                f" of {probe.compared} samples",
-                where=f"extract unit {attempt.unit.name}",
-                expected=f"at least {ctx.recipe.extract.probe_min_agreement:.0%}",
-                fix="check extract.layers: the last id must be the number of layers",
+                f"probe: norm and lm_head of the last state name the next token at "
+                f"{probe.agreement:.1%} of {probe.seen} positions",
+                where=f"unit {attempt.unit.name}",
+                expected=f"at least {section.probe_min_agreement:.0%}",
+                fix="check extract.layers (the last id must be the number of layers); for answers "
+                "that the verifier did not write greedily lower probe_min_agreement",
             )
-        paths = writer.close()
     counts = {
         "samples": len(part) - len(rejected),
         "rejected": len(rejected),
         "tokens": writer.tokens,
         "bytes": sum(p.stat().st_size for p in paths),
     }
-    info = {"rejected": rejected, "probe": probe.summary()}
+    info = {
+        "rejected": [{"sample_id": s.sample_id, "rule": "not-finite"} for s in rejected],
+        "probe": {"agreement": round(probe.agreement, 4), "positions": probe.seen},
+    }
     attempt.commit(paths, counts=counts, info=info)
+
+
+def _alone(engine: ExtractionEngine, sample: samples.Sample) -> tuple[torch.Tensor, int]:
+    """States and next token of one sample in a batch of its own."""
+    ((_, states, next_token),) = engine.extract([sample.input_ids.tolist()])
+    return states, next_token

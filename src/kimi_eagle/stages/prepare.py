@@ -10,11 +10,14 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from kimi_eagle.data import samples
-from kimi_eagle.data.rejects import RejectLog
-from kimi_eagle.data.sources import Conversation, TokenRow
-from kimi_eagle.errors import RunError
+from kimi_eagle.data.answers import read_answers
+from kimi_eagle.data.formats import Conversation, TokenRow
+from kimi_eagle.data.rejects import Reject, RejectLog
+from kimi_eagle.data.samples import Sample
+from kimi_eagle.errors import RowError, RunError
 from kimi_eagle.files import digest
 from kimi_eagle.ledger import Unit
+from kimi_eagle.stages import regenerate
 from kimi_eagle.stages.context import Context, cut
 
 if TYPE_CHECKING:
@@ -43,23 +46,25 @@ def plan(ctx: Context) -> list[Unit]:
 
 def work(ctx: Context, worker: Worker) -> None:
     """Write the parts and the rejects."""
-    units = plan(ctx)
+    units, section = plan(ctx), ctx.recipe.prepare
     worker.ledger.write_plan(units)
     for attempt in worker.attempts(units, max_failures=1):
         with attempt, worker.phase("work"):
-            rejects = RejectLog(ctx.selection.rejects)
-            kept, truncated = _samples(ctx, attempt.unit.payload, rejects)
+            rejects = RejectLog(section.max_reject_share)
+            rejects.count_rows(sum(c["read"] for c in ctx.selection.counts_by_source.values()))
+            rejects.extend(ctx.selection.rejects)
+            found, truncated = _samples(ctx, attempt.unit.payload, rejects)
+            kept = _shuffle(_fitted(ctx, found, rejects), ctx.recipe.seed)
             rejects.write(ctx.run.rejects)
-            rejects.check(ctx.recipe.prepare.max_reject_share, rows=len(ctx.selection.rows))
+            rejects.check()
             if not kept:
                 raise RunError(
-                    f"no sample is left: {rejects.summary()}, {truncated} truncated answers",
+                    f"no sample is left: {truncated} truncated answers, rejects {rejects.by_rule}",
                     where=ctx.run.rejects,
                     fix="raise regenerate.max_tokens or set prepare.keep_truncated_answers",
                 )
-            kept = _shuffle(kept, ctx.recipe.seed)
             paths, parts = [], []
-            slices = cut([len(s.input_ids) for s in kept], ctx.recipe.prepare.unit_tokens)
+            slices = cut([len(s.input_ids) for s in kept], section.unit_tokens)
             for number, part in enumerate(slices):
                 path = attempt.path(f"{number:05d}.tokens.parquet")
                 samples.write_part(path, kept[part], _metadata(ctx))
@@ -70,32 +75,52 @@ def work(ctx: Context, worker: Worker) -> None:
                 "tokens": sum(p["tokens"] for p in parts),
                 "loss_tokens": sum(p["loss_tokens"] for p in parts),
                 "truncated": truncated,
-                "rejected_rows": rejects.total,
+                "rejected_rows": len(rejects.rejects),
             }
-            sources = dict(sorted(Counter(s.source for s in kept).items()))
-            attempt.commit(paths, counts=counts, info={"parts": parts, "by_source": sources})
+            info = {
+                "parts": parts,
+                "by_source": dict(sorted(Counter(s.source for s in kept).items())),
+                "rejects": rejects.by_rule,
+            }
+            attempt.commit(paths, counts=counts, info=info)
 
 
-def _samples(ctx: Context, answers: list, rejects: RejectLog) -> tuple[list[samples.Sample], int]:
-    """All samples, and how many answers were left out because they were cut off."""
-    section, found, truncated = ctx.recipe.prepare, [], 0
+def _samples(ctx: Context, answers: list, rejects: RejectLog) -> tuple[list[Sample], int]:
+    """All samples, and how many answers were cut off at max_tokens."""
+    keep, found, truncated = ctx.recipe.prepare.keep_truncated_answers, [], 0
     for record in answers:
-        for answered in samples.read_answers(record.path("answers.parquet")):
-            made = samples.samples_from_turns(answered)
-            keep = [s for s in made if section.keep_truncated_answers or not s.truncated]
-            truncated += len(made) - len(keep)
-            found += keep
+        for row in read_answers(record.path("answers.parquet")):
+            found += samples.samples_from_turns(row["turns"], keep, row["source"])
+            truncated += samples.count_truncated(row["turns"])
     rows = ctx.selection.rows
-    if not ctx.recipe.regenerate.enabled:
+    if ctx.recipe.regenerate.enabled:
+        rejects.extend(regenerate.askable(ctx)[2])
+    else:
         given = [r for r in rows if isinstance(r, Conversation)]
-        found += samples.samples_from_given(ctx.template, given, rejects)
+        masked = ctx.template.conversations([(c.messages, c.tools) for c in given])
+        for row, made in zip(given, masked, strict=True):
+            if isinstance(made, RowError):
+                rejects.add(Reject.of(made, row.where, row.source))
+            else:
+                found += [samples.make_sample(ids, mask, row.source) for ids, mask in made]
     tokens = [r for r in rows if isinstance(r, TokenRow)]
-    found += samples.samples_from_tokens(tokens, ctx.verifier.vocab_size, rejects)
-    fitted = samples.fit(found, section.max_length, section.long_samples, rejects)
-    return list({s.sample_id: s for s in fitted}.values()), truncated
+    found += [Sample(t.input_ids, t.loss_mask, t.source, t.finish_reason) for t in tokens]
+    return found, truncated
 
 
-def _shuffle(found: list[samples.Sample], seed: int) -> list[samples.Sample]:
+def _fitted(ctx: Context, found: list[Sample], rejects: RejectLog) -> list[Sample]:
+    """Samples within max_length, each content once."""
+    section, kept = ctx.recipe.prepare, {}
+    for sample in found:
+        try:
+            fitted = samples.fit(sample, section.max_length, section.long_samples)
+            kept[fitted.sample_id] = fitted
+        except RowError as e:
+            rejects.add(Reject.of(e, ("", 0), sample.source))
+    return list(kept.values())
+
+
+def _shuffle(found: list[Sample], seed: int) -> list[Sample]:
     """Order by a hash of seed and content: the same whatever order the sources came in."""
     return sorted(found, key=lambda s: digest([seed, s.sample_id]))
 
@@ -104,7 +129,7 @@ def _metadata(ctx: Context) -> dict[str, str]:
     return {"tokenizer": ctx.verifier.tokenizer_digest(), "template": ctx.template.digest()}
 
 
-def _describe(name: str, part: list[samples.Sample]) -> dict:
+def _describe(name: str, part: list[Sample]) -> dict:
     return {
         "name": name,
         "samples": len(part),

@@ -6,16 +6,18 @@ shards + mapping -> checkpoints in files/work-KEY (taken up again by any later a
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kimi_eagle import files
 from kimi_eagle.files import digest
 from kimi_eagle.ledger import Record, Unit
 from kimi_eagle.provenance import version
 from kimi_eagle.stages.context import Context
+from kimi_eagle.worker import Stopped
 
 if TYPE_CHECKING:
-    from kimi_eagle.worker import Worker
+    from kimi_eagle.worker import Attempt, Worker
 
 FORMAT = "draft/1"
 
@@ -47,40 +49,47 @@ def work(ctx: Context, worker: Worker) -> None:
     publish(ctx)
 
 
-def _train(ctx: Context, attempt, worker: Worker) -> None:
-    from kimi_eagle import training
-    from kimi_eagle.worker import Stopped
+def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
+    """Take up the checkpoints of this key, or start; commit the exported draft."""
+    from kimi_eagle.shards.reader import ShardSet
+    from kimi_eagle.training.export import export
+    from kimi_eagle.training.loop import train
 
     shards, mapping = attempt.unit.payload
-    work_dir = worker.dir.files / f"work-{attempt.unit.key}"
+    paths = [r.path(".safetensors") for r in shards]
 
-    def on_progress(step: dict) -> None:
+    def on_progress(step: dict[str, Any]) -> None:
         worker.tokens = step["tokens"]
-        worker.progress(step["step"] / max(1, step["total_steps"]), step["tokens"])
-        worker.note(**{k: step[k] for k in ("step", "total_steps", "loss") if k in step})
+        worker.progress(step["step"] / max(1, step["steps"]), step["tokens"])
+        worker.note(step=step["step"], total_steps=step["steps"], loss=step["loss"])
 
     with worker.phase("work"):
-        result = training.train(
+        result = train(
             ctx.recipe,
             ctx.verifier,
-            [r.path(".safetensors") for r in shards],
+            paths,
+            order=list(ShardSet(paths)),
             d2t=mapping.path("d2t.npy"),
             t2d=mapping.path("t2d.npy"),
-            work_dir=work_dir,
+            workdir=worker.dir.files / f"work-{attempt.unit.key}",
             should_stop=worker.stopping,
             on_progress=on_progress,
         )
     if result.interrupted:
         raise Stopped("stop file")
     with worker.phase("export"):
-        out = attempt.path("draft")
-        training.export(result.best, out, ctx.verifier, dtype=ctx.recipe.train.export_dtype)
+        out = export(
+            result.checkpoint,
+            attempt.path("draft"),
+            ctx.verifier,
+            dtype=ctx.recipe.train.export_dtype,
+        )
         curves = attempt.path("curves.jsonl")
         shutil.copyfile(result.curves, curves)
         attempt.commit(
             [*sorted(p for p in out.iterdir() if p.is_file()), curves],
             counts={"steps": result.steps, "tokens": result.tokens},
-            info={"best": result.best.name, "seconds": result.seconds},
+            info={"checkpoint": result.checkpoint.name, "seconds": round(result.seconds, 1)},
         )
 
 
@@ -105,7 +114,7 @@ def publish(ctx: Context) -> None:
     files.fsync_dir(target.parent)
 
 
-def draft_files(record: Record) -> list:
+def draft_files(record: Record) -> list[Path]:
     """The files of the exported draft that a record names."""
     names = [f["name"] for f in record.data["files"]]
     return [record.stage_dir.files / n for n in names if "/" in n]
