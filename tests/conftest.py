@@ -1,0 +1,49 @@
+"""What all tests share: the small real model and the command line as a user types it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def verifier_dir() -> Path:
+    """SmolLM2-135M-Instruct as `make setup` lays it down."""
+    from kimi_eagle.demo_model import default_path
+
+    path = default_path()
+    if not (path / "config.json").is_file():
+        subprocess.run([sys.executable, "-m", "kimi_eagle.demo_model"], check=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def eagle() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`eagle("run", "jobs/x.toml")`: the command line in a process of its own."""
+
+    def call(
+        *args: object, cwd: Path = ROOT, env: dict[str, str] | None = None, timeout: float = 900
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "kimi_eagle", *map(str, args)],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return call
