@@ -1,0 +1,66 @@
+"""Training curves for the report: curves.jsonl read and thinned. The training room writes it.
+
+Reads one JSON object a line: training lines (step, loss, accuracy by draft token) and validation
+lines (step, val_loss, val_accuracy). Kept apart from training.curves, which imports speculators.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+POINTS = 80
+"""Points of a training curve at most; each is the mean of equally many logged steps."""
+
+
+def read(path: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(training lines, validation lines) of the file; a torn line is left out.
+
+    Each training line has step, loss and accuracy (a list, maybe empty); each validation line has
+    step and val_loss.
+    """
+    training: list[dict[str, Any]] = []
+    validation: list[dict[str, Any]] = []
+    for line in _json_lines(path):
+        if "step" not in line:
+            continue
+        if "val_loss" in line:
+            validation.append(line)
+        elif "loss" in line:
+            training.append({"accuracy": [], **line})
+    return training, validation
+
+
+def _json_lines(path: Path | None) -> Iterator[dict[str, Any]]:
+    if path is None or not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for text in stream:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def _bin_size(count: int) -> int:
+    return max(1, -(-count // POINTS))
+
+
+def bins(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Means of equally many neighbouring (x, y) points, `POINTS` of them at most."""
+    size = _bin_size(len(points))
+    found = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        found.append(tuple(sum(p[i] for p in part) / len(part) for i in (0, 1)))
+    return found
+
+
+def bin_note(training: Sequence[Any]) -> str:
+    """What a point of the curve stands for, in words."""
+    size = _bin_size(len(training))
+    return f"Training: means of {size} logged steps" if size > 1 else "Training: every logged step"
