@@ -94,14 +94,16 @@ def _save_whole(tensors: dict[str, torch.Tensor], filename: str) -> None:
 def _gather(cache: torch.Tensor, pending: PendingSave) -> torch.Tensor:
     """One request's states [T, L, H] out of the cache [blocks, L, block_size, H].
 
-    Copies block by block: 2 to 3 times faster than the stock connector's gather, which indexes
-    every token. (The stock connector asks for [blocks, block_size, L, H] in memory; vLLM's CPU
-    build keeps [blocks, L, block_size, H]. Either works here.)
+    Plain numpy copies block by block, on purpose: torch would share this small copy among its
+    OpenMP threads and wait for them (500 tokens: 28 ms instead of 0.06 on a busy machine). The stock
+    connector asks for [blocks, block_size, L, H] in memory, vLLM's CPU build keeps
+    [blocks, L, block_size, H]; either works.
     """
-    by_token = cache.transpose(1, 2)
     total, size = pending.token_ids.shape[0], cache.shape[2]
-    states = torch.empty((total, *by_token.shape[2:]), dtype=cache.dtype)
+    states = torch.empty((total, cache.shape[1], cache.shape[3]), dtype=cache.dtype)
+    source = cache.view(torch.uint8).numpy().transpose(0, 2, 1, 3)
+    target = states.view(torch.uint8).numpy()
     for i, start in enumerate(range(0, total, size)):
         count = min(size, total - start)
-        states[start : start + count] = by_token[pending.block_ids[i], :count]
+        target[start : start + count] = source[pending.block_ids[i], :count]
     return states

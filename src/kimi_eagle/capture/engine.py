@@ -68,7 +68,9 @@ class _Engine:
         self.settings = told
         self._trust_remote_code = trust_remote_code
         self._engine: Any = None
+        self._internal: dict[str, int] = {}
         self._serial = 0
+        self._broken = False
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -104,6 +106,8 @@ class _Engine:
         """Queue a whole batch; -> vLLM's external request ids to positions in the batch."""
         from vllm.inputs import tokens_input
 
+        if self._broken or self._engine is None:
+            raise RunError("the vLLM engine is closed or stopped after an error")
         for i, prompt in enumerate(prompts):
             if not 1 <= len(prompt) <= self.max_prompt_tokens:
                 raise RunError(
@@ -112,7 +116,7 @@ class _Engine:
                     expected=f"1 to {self.max_prompt_tokens} (engine max_model_len - 1)",
                 )
         names: dict[str, int] = {}
-        self._internal: dict[str, int] = {}
+        self._internal = {}
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             name = str(self._serial)
             self._serial += 1
@@ -128,13 +132,20 @@ class _Engine:
         return names
 
     def _abort(self) -> None:
-        """Take back what is still queued and let the engine run dry."""
-        self._engine.abort_request(list(self._internal), internal=True)
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-        if in_process(self.settings):
-            for _ in range(2):  # frees blocks whose states were still to be handed over
+        """Take back what is still queued and let the engine run dry.
+
+        Called while another exception is on its way, which must not be covered by a new one:
+        where vLLM fails here too, this engine takes no further batch.
+        """
+        try:
+            self._engine.abort_request(list(self._internal), internal=True)
+            while self._engine.has_unfinished_requests():
                 self._engine.step()
+            if in_process(self.settings):
+                for _ in range(2):  # frees blocks whose states were still to be handed over
+                    self._engine.step()
+        except Exception:
+            self._broken = True
 
 
 class GenerationEngine(_Engine):

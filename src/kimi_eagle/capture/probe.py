@@ -17,7 +17,7 @@ CHUNK = 256
 
 
 class Probe:
-    """Holds norm and lm_head in float32 between calls and adds up what was seen.
+    """Holds norm and lm_head between calls and adds up what was seen.
 
     verifier: `.final_norm()` -> (weight [H], eps) and `.lm_head()` -> [V, H] tensors.
     """
