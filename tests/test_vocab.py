@@ -134,6 +134,26 @@ def test_counts_that_are_none(counts, message):
         vocab.as_counts(counts, 5)
 
 
+def test_counts_from_files(tmp_path):
+    counts = [0, 3, 0, 7, 1]
+    np.save(tmp_path / "a.npy", np.array(counts))
+    torch.save(torch.tensor(counts), tmp_path / "b.pt")
+    torch.save({1: 3, 3: 7, 4: 1}, tmp_path / "c.pt")
+    (tmp_path / "d.json").write_text(json.dumps(counts))
+    (tmp_path / "e.json").write_text(json.dumps({"1": 3, "3": 7, "4": 1}))
+    for path in sorted(tmp_path.iterdir()):
+        assert vocab.as_counts(vocab.load_counts(path), 5).tolist() == counts, path
+    (tmp_path / "f.pt").write_text("no")
+    (tmp_path / "g.txt").write_text("no")
+    for name, message in (
+        ("f.pt", "not token counts"),
+        ("g.txt", "unknown kind"),
+        ("h.pt", "no such file"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            vocab.load_counts(tmp_path / name)
+
+
 @pytest.mark.parametrize(
     ("size", "forced", "message"),
     [
@@ -174,10 +194,10 @@ def test_save_and_load(parts, tmp_path):
     assert d2t.dtype == torch.int64 and np.array_equal(d2t.numpy(), np.load(paths[0]))
     t2d = torch.load(paths[3], weights_only=True)
     assert t2d.dtype == torch.bool and np.array_equal(t2d.numpy(), mapping.t2d)
-    loaded = vocab.load(place("a"))
+    loaded = vocab.load(paths[0], paths[1])
     assert loaded.digest == mapping.digest and loaded.coverage == mapping.coverage
     np.save(paths[0], mapping.target_ids)  # absolute ids instead of offsets
     with pytest.raises(RunError, match="damaged"):
-        vocab.load(place("a"))
+        vocab.load(paths[0], paths[1])
     with pytest.raises(RunError, match="cannot be read"):
-        vocab.load(place("c"))
+        vocab.load(tmp_path / "d2t.npy", tmp_path / "t2d.npy")

@@ -132,6 +132,25 @@ def as_counts(counts: Any, vocab_size: int) -> np.ndarray:
     return result
 
 
+def load_counts(path: Path) -> Any:
+    """Counts from a file, for `as_counts`: .pt (tensor or dict), .npy, or .json (dict or list)."""
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False)
+        if path.suffix == ".json":
+            found = json.loads(path.read_bytes())
+            return np.array(found) if isinstance(found, list) else found
+        if path.suffix == ".pt":
+            import torch
+
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise UsageError("no such file of token counts", where=path) from None
+    except Exception as e:  # torch and numpy raise many kinds; all mean the same here
+        raise UsageError(f"not token counts: {str(e).splitlines()[0]}", where=path) from None
+    raise UsageError("unknown kind of file", where=path, expected=".pt, .npy or .json")
+
+
 def build_mapping(
     counts: np.ndarray, draft_vocab_size: int, forced: Iterable[int] = ()
 ) -> VocabMapping:
@@ -222,14 +241,17 @@ def save(mapping: VocabMapping, path: Callable[[str], Path]) -> list[Path]:
     return paths
 
 
-def load(path: Callable[[str], Path]) -> VocabMapping:
-    """Read what `save` wrote (the .npy and .json files); RunError when it is not whole."""
-    about = path("mapping.json")
+def load(d2t: Path, t2d: Path) -> VocabMapping:
+    """Read what `save` wrote: the two .npy files and, by its name, mapping.json beside d2t.npy.
+
+    RunError when one is missing or they disagree (absolute ids in d2t, for one).
+    """
+    about = d2t.with_name(d2t.name.removesuffix("d2t.npy") + "mapping.json")
     try:
         data = json.loads(about.read_bytes())
         mapping = VocabMapping(
-            np.load(path("d2t.npy"), allow_pickle=False),
-            np.load(path("t2d.npy"), allow_pickle=False),
+            np.load(d2t, allow_pickle=False),
+            np.load(t2d, allow_pickle=False),
             float(data["coverage"]),
             str(data["counts_digest"]),
         )
