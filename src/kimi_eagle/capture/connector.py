@@ -95,7 +95,7 @@ def _gather(cache: torch.Tensor, pending: PendingSave) -> torch.Tensor:
     """One request's states [T, L, H] out of the cache [blocks, L, block_size, H].
 
     Plain numpy copies block by block, on purpose: torch would share this small copy among its
-    OpenMP threads and wait for them (500 tokens: 28 ms instead of 0.06 on a busy machine). The stock
+    OpenMP threads and wait for them (500 tokens on a busy machine: 28 ms, not 0.06). The stock
     connector asks for [blocks, block_size, L, H] in memory, vLLM's CPU build keeps
     [blocks, L, block_size, H]; either works.
     """

@@ -1,0 +1,394 @@
+"""Shards: what is written is what is read, by us and by plain libraries; damage shows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors import safe_open
+
+from kimi_eagle.errors import RunError
+from kimi_eagle.shards import Shard, ShardSet, ShardWriter
+
+LAYERS, HIDDEN = (2, 15, 27, 30), 24
+META = {"verifier_id": "abc", "engine": {"vllm": "0.31.0", "dtype": "bfloat16"}}
+
+
+def make(count: int = 7, seed: int = 0) -> list[tuple[str, torch.Tensor, np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    found = []
+    for i in range(count):
+        n = int(rng.integers(1, 40))
+        states = torch.from_numpy(rng.normal(size=(n, len(LAYERS), HIDDEN)) * 300).bfloat16()
+        ids = rng.integers(0, 49152, n).astype(np.int32)
+        found.append((f"{seed}-{i}", states, ids, rng.random(n) < 0.5))
+    return found
+
+
+def write(folder: Path, samples, stem: str = "u0", **more) -> Path:
+    with ShardWriter(folder, stem, LAYERS, HIDDEN, META, **more) as writer:
+        for sample in samples:
+            writer.add(*sample)
+    return folder / f"{stem}.safetensors"
+
+
+def bits(states: torch.Tensor) -> np.ndarray:
+    return states.view(torch.int16).numpy().view(np.uint16)
+
+
+def test_round_trip_at_random(tmp_path):
+    samples = make(60)
+    shard = Shard(write(tmp_path, samples))
+    assert shard.sample_ids == [s[0] for s in samples]
+    assert (shard.layers, shard.hidden_size) == (LAYERS, HIDDEN)
+    assert shard.tokens == sum(len(s[2]) for s in samples)
+    for i in np.random.default_rng(1).permutation(len(samples)):
+        name, states, ids, mask = samples[i]
+        got = shard.sample(name)
+        assert np.array_equal(got["hidden_states"], bits(states))
+        assert got["token_ids"].dtype == np.int32 and np.array_equal(got["token_ids"], ids)
+        assert got["loss_mask"].dtype == np.bool_ and np.array_equal(got["loss_mask"], mask)
+        assert shard.n_tokens(name) == len(ids)
+    shard.verify()
+    with pytest.raises(RunError, match="no sample nobody"):
+        shard.sample("nobody")
+
+
+def test_plain_safetensors_reads_it(tmp_path):
+    samples = make()
+    with safe_open(write(tmp_path, samples), "pt") as f:
+        assert torch.equal(f.get_tensor("hidden_states"), torch.cat([s[1] for s in samples]))
+        assert f.get_tensor("token_ids").tolist() == [int(t) for s in samples for t in s[2]]
+        assert f.get_tensor("loss_mask").dtype == torch.uint8
+        meta = f.metadata()
+    assert (meta["format"], meta["codec"], meta["verifier_id"]) == ("shard/1", "raw", "abc")
+    assert json.loads(meta["layers"]) == list(LAYERS)
+    assert json.loads(meta["engine"]) == META["engine"]
+
+
+def test_index_opens_in_datasets(tmp_path):
+    from datasets import load_dataset
+
+    samples = make()
+    shard = write(tmp_path, samples)
+    index = shard.with_name("u0.index.parquet")
+    rows = load_dataset(
+        "parquet", data_files=str(index), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert rows["sample_id"][:] == [s[0] for s in samples]
+    assert rows["start"][:] == np.cumsum([0] + [len(s[2]) for s in samples])[:-1].tolist()
+    types = {f.name: str(f.type) for f in pq.read_schema(index)}
+    assert types == {"sample_id": "string", "start": "int64", "n_tokens": "int32", "xxh3": "string"}
+
+
+def test_digest_is_the_documented_one(tmp_path):
+    import xxhash
+
+    samples = make(3)
+    shard = write(tmp_path, samples)
+    digests = pq.read_table(shard.with_name("u0.index.parquet")).column("xxh3").to_pylist()
+    for (_, states, ids, _), digest in zip(samples, digests, strict=True):
+        assert digest == xxhash.xxh3_64(bits(states).tobytes() + ids.tobytes()).hexdigest()
+
+
+def test_equal_input_gives_equal_bytes(tmp_path):
+    digests = set()
+    for name, meta in (("a", META), ("b", dict(reversed(META.items())))):
+        (tmp_path / name).mkdir()
+        total = sum(len(s[2]) for s in make())
+        writer = ShardWriter(
+            tmp_path / name, "u", LAYERS, HIDDEN, meta, n_tokens=total if name == "b" else None
+        )
+        for sample in make():
+            writer.add(*sample)
+        digests.add(tuple(hashlib.sha256(p.read_bytes()).hexdigest() for p in writer.close()))
+    assert len(digests) == 1
+
+
+def test_numpy_bits_and_torch_give_the_same(tmp_path):
+    name, states, ids, mask = make(1)[0]
+    one = write(tmp_path, [(name, states, ids.tolist(), mask.tolist())], "one")
+    two = write(tmp_path, [(name, bits(states), ids, mask)], "two")
+    assert one.read_bytes() == two.read_bytes()
+    with pytest.raises(TypeError, match="float32"):
+        write(tmp_path, [(name, states.float(), ids, mask)], "three")
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_non_finite_is_refused_by_name(tmp_path, bad):
+    samples = make()
+    samples[3][1][-1, 2, 5] = bad
+    with pytest.raises(RunError) as e:
+        write(tmp_path, samples)
+    assert "sample 0-3, layer 27" in e.value.line()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_largest_finite_values_pass(tmp_path):
+    name, states, ids, mask = make(1)[0]
+    states[0, 0, 0], states[0, 0, 1] = torch.finfo(torch.bfloat16).max, -0.0
+    assert np.array_equal(
+        Shard(write(tmp_path, [(name, states, ids, mask)])).sample(name)["hidden_states"],
+        bits(states),
+    )
+
+
+@pytest.mark.parametrize("what", ["states", "mask", "empty", "layers"])
+def test_shapes_must_agree(tmp_path, what):
+    name, states, ids, mask = make(1)[0]
+    broken = {
+        "states": (name, states[:-1], ids, mask),
+        "mask": (name, states, ids, np.append(mask, True)),
+        "empty": (name, states[:0], ids[:0], mask[:0]),
+        "layers": (name, states[:, :3], ids, mask),
+    }[what]
+    with pytest.raises(RunError, match="sample 0-0"):
+        write(tmp_path, [broken])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_total_is_refused(tmp_path):
+    with pytest.raises(RunError, match="tokens written"):
+        write(tmp_path, make(), n_tokens=10_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_samples(tmp_path):
+    shard = Shard(write(tmp_path, []))
+    shard.verify()
+    assert (shard.tokens, shard.sample_ids) == (0, [])
+
+
+def test_nothing_has_its_name_before_close(tmp_path):
+    writer = ShardWriter(tmp_path, "u0", LAYERS, HIDDEN, META)
+    for sample in make():
+        writer.add(*sample)
+    assert all(p.name.startswith(".tmp-") for p in tmp_path.iterdir())
+    assert sorted(p.name for p in writer.close()) == ["u0.index.parquet", "u0.safetensors"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_error_inside_with_removes_all(tmp_path):
+    with pytest.raises(KeyError), ShardWriter(tmp_path, "u0", LAYERS, HIDDEN, META) as writer:
+        writer.add(*make(1)[0])
+        raise KeyError("x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_full_disk_leaves_nothing(tmp_path, reserve):
+    """A file size limit stands for the full disk: the kernel refuses the write half-way."""
+    code = textwrap.dedent(f"""
+        import resource, signal, sys
+        from pathlib import Path
+        import numpy as np
+        from kimi_eagle.errors import RunError
+        from kimi_eagle.shards import ShardWriter
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+        n = 100
+        try:
+            with ShardWriter(Path(sys.argv[1]), "u0", [1, 2], 64, {{}},
+                             n_tokens={"100 * n" if reserve else "None"}) as w:
+                for i in range(100):
+                    w.add(str(i), np.ones((n, 2, 64), np.uint16), np.zeros(n), np.ones(n))
+        except RunError as e:
+            print(e.line())
+            sys.exit(1)
+    """)
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "cannot write the shard" in done.stdout and "u0.safetensors" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_at_the_index_leaves_nothing(tmp_path, monkeypatch):
+    writer = ShardWriter(tmp_path, "u0", LAYERS, HIDDEN, META)
+    writer.add(*make(1)[0])
+    real = os.replace
+
+    def refuse(source, target):
+        if str(target).endswith(".safetensors"):
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(RunError, match="No space left") as e:
+        writer.close()
+    assert isinstance(e.value.__cause__, OSError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unwritable_folder(tmp_path):
+    with pytest.raises(RunError, match="cannot write the shard"):
+        ShardWriter(tmp_path / "missing", "u0", LAYERS, HIDDEN, META)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_writer_leaves_temporary_names_only(tmp_path, number):
+    code = textwrap.dedent("""
+        import sys, time
+        from pathlib import Path
+        import numpy as np
+        from kimi_eagle.shards import ShardWriter
+        w = ShardWriter(Path(sys.argv[1]), "u0", [1, 2], 64, {}, n_tokens=50)
+        w.add("a", np.ones((50, 2, 64), np.uint16), np.zeros(50), np.ones(50))
+        print("ready", flush=True)
+        time.sleep(60)
+    """)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout.readline() == "ready\n"
+    child.send_signal(number)
+    assert child.wait(10) == -number
+    child.stdout.close()
+    left = [p.name for p in tmp_path.iterdir()]
+    assert len(left) == 1 and left[0].startswith(".tmp-")
+
+
+@pytest.mark.parametrize("cut", [1, 100, 5000, -10, -4000])
+def test_truncated_file_does_not_open(tmp_path, cut):
+    path = write(tmp_path, make(40))
+    data = path.read_bytes()
+    path.write_bytes(data[:cut])
+    with pytest.raises(RunError, match="not a whole shard") as e:
+        Shard(path)
+    assert str(path) in e.value.line() and "run extract again" in e.value.line()
+
+
+def test_longer_file_does_not_open(tmp_path):
+    path = write(tmp_path, make())
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(RunError, match="not a whole shard"):
+        Shard(path)
+
+
+def test_one_flipped_bit_is_found(tmp_path):
+    samples = make(20)
+    path = write(tmp_path, samples)
+    whole = path.read_bytes()
+    with safe_open(path, "np") as f:
+        assert f.get_slice("token_ids").get_shape() == [Shard(path).tokens]
+    start = 8 + int.from_bytes(whole[:8], "little")
+    total = Shard(path).tokens
+    states = total * len(LAYERS) * HIDDEN * 2
+    for offset in (start, start + states - 1, start + states, start + states + 5 * total - 1):
+        data = bytearray(whole)
+        data[offset] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(RunError):
+            Shard(path).verify()
+    data = bytearray(whole)
+    data[start] ^= 1
+    path.write_bytes(data)
+    shard = Shard(path)
+    shard.verify(samples[1][0])
+    with pytest.raises(RunError, match=f"sample {samples[0][0]}"):
+        shard.verify(samples[0][0])
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}"])
+def test_other_files_are_refused(tmp_path, data):
+    path = tmp_path / "u0.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(RunError, match="not a whole shard"):
+        Shard(path)
+
+
+def test_index_must_be_there_whole_and_its_own(tmp_path):
+    path = write(tmp_path, make())
+    index = path.with_name("u0.index.parquet")
+    other = write(tmp_path, make(5, seed=3), "other").with_name("other.index.parquet")
+    whole = index.read_bytes()
+    for data, message in (
+        (whole[:-7], "damaged"),
+        (b"", "damaged"),
+        (other.read_bytes(), "does not describe"),
+        (None, "cannot be read"),
+    ):
+        index.unlink() if data is None else index.write_bytes(data)
+        with pytest.raises(RunError, match=message):
+            Shard(path)
+    with pytest.raises(RunError, match="cannot be read"):
+        Shard(tmp_path / "none.safetensors")
+
+
+def test_set_over_many_shards(tmp_path):
+    all_samples = [make(5, seed=s) for s in range(4)]
+    paths = [write(tmp_path, s, f"u{i}") for i, s in enumerate(all_samples)]
+    store = ShardSet(paths)
+    assert len(store) == 20 and list(store) == [s[0] for part in all_samples for s in part]
+    for name, states, _, _ in (s for part in reversed(all_samples) for s in part):
+        assert name in store
+        assert np.array_equal(store.sample(name)["hidden_states"], bits(states))
+    store.verify()
+    assert "x" not in store
+    with pytest.raises(RunError, match="no shard holds sample x"):
+        store.sample("x")
+
+
+def test_set_refuses_other_layers(tmp_path):
+    one = write(tmp_path, make())
+    with ShardWriter(tmp_path, "u1", (1, 2, 3, 30), HIDDEN, META) as writer:
+        writer.add(*make(1, seed=1)[0])
+    with pytest.raises(RunError, match=r"u1.*layers \[1, 2, 3, 30\].*expected layers \[2, 15"):
+        ShardSet([one, tmp_path / "u1.safetensors"])
+
+
+def test_same_sample_twice_counts_once(tmp_path):
+    sample = make(1)[0]
+    shard = Shard(write(tmp_path, [sample, *make(2, seed=1), sample]))
+    shard.verify()
+    assert np.array_equal(shard.sample(sample[0])["hidden_states"], bits(sample[1]))
+    assert len(ShardSet([shard.path])) == 3
+
+
+def test_pickle_and_threads(tmp_path):
+    samples = make(30)
+    shard = pickle.loads(pickle.dumps(Shard(write(tmp_path, samples))))
+    wrong = []
+
+    def read(seed):
+        for i in np.random.default_rng(seed).permutation(len(samples)):
+            if not np.array_equal(
+                shard.sample(samples[i][0])["hidden_states"], bits(samples[i][1])
+            ):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=read, args=(s,)) for s in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_views_are_read_only_and_not_copies(tmp_path):
+    shard = Shard(write(tmp_path, make()))
+    states = shard.sample(shard.sample_ids[0])["hidden_states"]
+    assert not states.flags.writeable and not states.flags.owndata
+    with pytest.raises(ValueError):
+        states[0] = 0
+
+
+def test_states_start_on_a_page(tmp_path):
+    with open(write(tmp_path, make()), "rb") as f:
+        assert (8 + int.from_bytes(f.read(8), "little")) % 4096 == 0
+
+
+def test_no_torch_at_import():
+    code = "import sys, kimi_eagle.shards; sys.exit(bool({'torch', 'pyarrow'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True)
