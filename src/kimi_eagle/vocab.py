@@ -79,11 +79,10 @@ def count_table(table: pa.Table, vocab_size: int, *, where: object = "") -> np.n
     """The same for a table in memory with input_ids list<int32> and loss_mask list<bool>."""
     counts = np.zeros(vocab_size, np.int64)
     for batch in table.to_batches():
-        ids = batch.column("input_ids").flatten().to_numpy(zero_copy_only=False)
-        mask = batch.column("loss_mask").flatten().to_numpy(zero_copy_only=False)
+        ids, mask = batch.column("input_ids").flatten(), batch.column("loss_mask").flatten()
         if len(ids) != len(mask):
             raise RunError("input_ids and loss_mask differ in length", where=where)
-        used = ids[mask]
+        used = ids.filter(mask).to_numpy()  # twice as fast as unpacking the mask's bits for NumPy
         if not used.size:
             continue
         if used.min() < 0 or (top := int(used.max())) >= vocab_size:
