@@ -1,0 +1,153 @@
+"""report.html: one file without network or script that shows what there is and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree.ElementTree import fromstring
+
+from kimi_eagle.bench import curves
+from kimi_eagle.bench.report import ReportData, render, write_report
+
+RESULTS = {
+    "acceptance_length": 1.523,
+    "acceptance_per_position": [0.372, 0.113, 0.038],
+    "identical_outputs": True,
+    "tokens_per_second": {"draft": 25.0, "baseline": 20.0},
+    "k": 3,
+    "workload": "feedbeef",
+    "details": {
+        "identical_outputs_reason": "16 of 16 prompts, float32",
+        "prompts": [
+            {
+                "name": "held:1",
+                "tokens": {"draft": 64, "baseline": 64},
+                "finish_reason": "length",
+                "identical": True,
+                "first_difference": None,
+            }
+        ],
+    },
+}
+STAGES = [
+    {"stage": "train", "state": "done", "units": 1, "wall": 100.0, "load": 10.0, "work": 80.0},
+    {"stage": "benchmark", "state": "open", "units": 0},
+]
+
+
+class Page(HTMLParser):
+    """Text, tags and addresses of a page; unbalanced tags are an error."""
+
+    VOID = {"meta"}
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.words = ""
+        self.feed(html)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [v for k, v in attrs if k in ("href", "src")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data + " "
+
+
+def svgs(html: str) -> list:
+    return [fromstring(text) for text in re.findall(r"<svg.*?</svg>", html, re.S)]
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    lines = [
+        {"step": i, "epoch": 0, "loss": 5.0 - i / 100, "accuracy": [0.1, 0.05], "lr": 1e-3}
+        for i in range(1, 201)
+    ] + [{"step": 200, "epoch": 0, "val_loss": 3.5, "val_accuracy": [0.36, 0.12, 0.04]}]
+    (tmp_path / "curves.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 9')
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/results.json").write_text("{}")
+    data = ReportData(
+        name="smollm2",
+        results=RESULTS,
+        curves=tmp_path / "curves.jsonl",
+        stages=STAGES,
+        sources={"prompts": 240},
+        vocab={"coverage": 0.9861},
+        provenance={"packages": {"torch": "2.13.0"}},
+    )
+    write_report(tmp_path / "report.html", data)
+    html = (tmp_path / "report.html").read_text()
+    page = Page(html)
+    for shown in ("1.52", "1.25×", "yes", "16 of 16", "240", "0.9861", "2.13.0", "feedbeef"):
+        assert shown in page.words
+    acceptance, loss, accuracy, spent = svgs(html)
+    assert [float(e.get("data-value")) for e in acceptance.iter() if e.get("rx")] == [
+        0.372,
+        0.113,
+        0.038,
+    ]
+    assert [float(e.get("data-value")) for e in loss.iter() if e.get("r")] == [3.5]
+    assert sum(e.tag.endswith("polyline") for e in accuracy.iter()) == 3
+    parts = [float(e.get("data-value")) for e in spent.iter() if e.get("data-value")]
+    assert parts == [80.0, 10.0, 10.0]
+    assert page.links == ["bench/results.json"]
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert not re.findall(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)", html.split("</style>")[1])
+    assert "url(" not in html and "@import" not in html
+
+
+def test_a_run_with_nothing_yet(tmp_path: Path) -> None:
+    page = Page(render(ReportData("empty", curves=tmp_path / "absent"), tmp_path))
+    assert "Not benchmarked yet" in page.words and "svg" not in page.tags
+
+
+def test_each_part_alone(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text('{"step": 1, "loss": 2.0}\n')
+    for part in (
+        {"results": {**RESULTS, "details": {}}},
+        {"curves": tmp_path / "c"},
+        {"stages": STAGES},
+        {"sources": {"a": {"read": 3, "taken": 2}}},
+        {"provenance": {"host": "x"}},
+    ):
+        Page(render(ReportData("part", **part), tmp_path))
+
+
+def test_names_cannot_inject_markup(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    results = json.loads(json.dumps(RESULTS))
+    results["details"]["prompts"][0]["name"] = evil
+    results["details"]["identical_outputs_reason"] = evil
+    data = ReportData(
+        evil, results=results, stages=[{"stage": evil, "wall": 1.0}], sources={evil: 1},
+        provenance={evil: evil}, links={evil: "x"},
+    )  # fmt: skip
+    page = Page(render(data, tmp_path))
+    assert "img" not in page.tags and page.words.count(evil) >= 7
+
+
+def test_not_claimed_and_not_identical_are_told_apart(tmp_path: Path) -> None:
+    words = {
+        same: Page(
+            render(ReportData("x", results={**RESULTS, "identical_outputs": same}), tmp_path)
+        ).words
+        for same in (False, None)
+    }
+    assert " no " in words[False] and " no " not in words[None] and "—" in words[None]
+
+
+def test_long_curves_become_means_of_equal_parts() -> None:
+    points = [(float(i), float(i % 2)) for i in range(10 * curves.POINTS)]
+    found = curves.bins(points)
+    assert len(found) == curves.POINTS
+    assert all(y == 0.5 for _, y in found) and found[0][0] == 4.5

@@ -1,0 +1,101 @@
+"""Two measurements become results.json: every figure recomputed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kimi_eagle.bench.draftdir import DraftInfo
+from kimi_eagle.bench.measure import Measurement, Run, Spec
+from kimi_eagle.bench.results import compare
+from kimi_eagle.bench.workload import make_workload
+from kimi_eagle.errors import RunError
+
+INFO = DraftInfo(Path("/d"), {"method": "eagle3"}, "Eagle3DraftModel", 10, 4, 8)
+TOKENS = [[1, 2, 3, 4], [5, 6]]
+
+
+def spec(dtype: str = "float32", **more: object) -> Spec:
+    workload = make_workload(["a", "b"], [[1], [2]], 4, 3)
+    base = {"draft": "/d", "draft_digest": "dd", "speculative": {"method": "eagle3"}}
+    return Spec(
+        verifier="/v",
+        verifier_id="vid",
+        engine={"dtype": dtype},
+        environment={"OMP_NUM_THREADS": "2"},
+        workload=workload,
+        batch_sizes=(1,),
+        **(base | more),
+    )
+
+
+def measurement(kind: str, tokens: list, seconds: float, counters: dict | None = None):
+    run = Run(1, seconds, tokens, ["length", "stop"], counters)
+    return Measurement("x", kind, 10.0, 5.0, 1 << 30, [run], {"torch": "2"}, 2)
+
+
+def counters(drafts: int = 10, per_position: tuple = (5, 2, 1)) -> dict:
+    return {
+        "num_drafts": drafts,
+        "num_draft_tokens": 3 * drafts,
+        "num_accepted_tokens": sum(per_position),
+        "num_accepted_tokens_per_pos": list(per_position),
+    }
+
+
+def test_figures() -> None:
+    draft = measurement("draft", TOKENS, 2.0, counters())
+    found = compare(spec(), draft, measurement("baseline", TOKENS, 3.0), INFO)
+    assert list(found) == [
+        "acceptance_length",
+        "acceptance_per_position",
+        "identical_outputs",
+        "tokens_per_second",
+        "k",
+        "workload",
+        "details",
+    ]
+    assert found["acceptance_length"] == pytest.approx(1.8)
+    assert found["acceptance_per_position"] == [0.5, 0.2, 0.1]
+    assert found["identical_outputs"] is True
+    assert found["tokens_per_second"] == {"draft": 3.0, "baseline": 2.0}
+    assert (found["k"], found["workload"]) == (3, spec().workload.digest)
+    details = found["details"]
+    assert details["speedup"] == pytest.approx(1.5)
+    assert details["conditional_acceptance"] == pytest.approx([0.5, 0.4, 0.5])
+    assert [p["tokens"]["draft"] for p in details["prompts"]] == [4, 2]
+
+
+def test_one_different_token_is_found_and_placed() -> None:
+    for other, place in (([1, 2, 9, 4], 2), ([1, 2, 3], 3), ([1, 2, 3, 4, 5], 4)):
+        draft = measurement("draft", [other, TOKENS[1]], 1.0, counters())
+        found = compare(spec(), draft, measurement("baseline", TOKENS, 1.0), INFO)
+        assert found["identical_outputs"] is False
+        assert found["details"]["identical_prompts"] == 1
+        assert found["details"]["prompts"][0]["first_difference"] == place
+        assert found["details"]["prompts"][1]["first_difference"] is None
+
+
+def test_equality_is_not_claimed_in_bfloat16() -> None:
+    draft = measurement("draft", TOKENS, 1.0, counters())
+    found = compare(spec("bfloat16"), draft, measurement("baseline", TOKENS, 1.0), INFO)
+    assert found["identical_outputs"] is None
+    assert "bfloat16" in found["details"]["identical_outputs_reason"]
+    assert found["details"]["identical_prompts"] == 2
+
+
+def test_no_draft_at_all_is_an_error_not_a_figure() -> None:
+    draft = measurement("draft", TOKENS, 1.0, counters(0, (0, 0, 0)))
+    with pytest.raises(RunError, match="no draft"):
+        compare(spec(), draft, measurement("baseline", TOKENS, 1.0), INFO)
+
+
+def test_spec_digest_is_the_work_not_the_place() -> None:
+    first = spec().digest()
+    assert spec(draft="/elsewhere").digest() == first
+    assert spec(draft_digest="other").digest() != first
+    assert spec("bfloat16").digest() != first
+    plain = {"draft": None, "draft_digest": None, "speculative": None}
+    assert spec(**plain).digest() != first
+    assert spec(**plain).kind == "baseline"
