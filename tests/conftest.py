@@ -16,12 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture(scope="session")
 def verifier_dir() -> Path:
     """SmolLM2-135M-Instruct as `make setup` lays it down."""
-    from kimi_eagle.demo_model import default_path
+    from kimi_eagle.demo_model import ensure
 
-    path = default_path()
-    if not (path / "config.json").is_file():
-        subprocess.run([sys.executable, "-m", "kimi_eagle.demo_model"], check=True)
-    return path
+    return ensure()
 
 
 @pytest.fixture(scope="session")

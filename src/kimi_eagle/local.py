@@ -36,6 +36,7 @@ def run_stages(run: RunDir, until: str | None, watcher: Watcher) -> list[StageSt
     try:
         ctx = Context(run, run.recipe())
         _refuse_other_recipe(run, recipe_digest(ctx.recipe))
+        ctx.preflight()
         launched: set[str] = set()
         while True:
             states = survey(ctx)

@@ -75,7 +75,7 @@ class EngineSection(Section):
     """auto: cuda where torch sees a GPU, else cpu."""
     dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
     """Computation type; equality of greedy outputs is claimed in float32 only."""
-    max_model_len: int = Field(default=2048, ge=16)
+    max_model_len: int = Field(default=4096, ge=16)
     """Tokens of prompt plus answer that the engine accepts."""
     max_num_seqs: int = Field(default=16, ge=1)
     """Sequences in one step."""

@@ -151,9 +151,9 @@ class Shard:
         self._starts = table.column("start").to_numpy()
         self._counts = table.column("n_tokens").to_numpy()
         self._digests: list[str] = table.column("xxh3").to_pylist()
-        self._mask_digest = (table.schema.metadata or {}).get(
-            b"kimi_eagle.loss_mask_xxh3", b""
-        ).decode()
+        self._mask_digest = (
+            (table.schema.metadata or {}).get(b"kimi_eagle.loss_mask_xxh3", b"").decode()
+        )
         ends = np.cumsum(self._counts, dtype=np.int64)
         if (ends[-1] if len(ends) else 0) != self.layout.tokens or not np.array_equal(
             self._starts, ends - self._counts

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kimi_eagle import files
-from kimi_eagle.errors import RunError
+from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.ledger import Ledger, Record, Unit
 from kimi_eagle.recipe import EngineSection, Recipe
 from kimi_eagle.rundir import RunDir
@@ -49,6 +49,13 @@ class Context:
         section = self.recipe.verifier
         verifier = open_verifier(section.path, trust_remote_code=section.trust_remote_code)
         verifier.check_layers(self.recipe.extract.layers)
+        size = self.recipe.vocab.draft_vocab_size
+        if size > verifier.vocab_size:
+            raise UsageError(
+                f"vocab.draft_vocab_size is {size}",
+                where=self.recipe.name,
+                expected=f"at most the verifier's {verifier.vocab_size}",
+            )
         return verifier
 
     @cached_property
@@ -84,6 +91,15 @@ class Context:
         from kimi_eagle.capture.engine import settings
 
         return settings(self.engine(stage))
+
+    def preflight(self) -> None:
+        """Open everything that the recipe names, so that no fault shows after an hour's work."""
+        from kimi_eagle.bench.workload import load_workload
+
+        load_workload(self.recipe, self.template)
+        if not self.selection.rows:
+            faults = {r.rule for r in self.selection.rejects}
+            raise RunError("no usable row in the sources", expected=f"not {', '.join(faults)}")
 
     def gate(self, stage: str) -> list[Record]:
         """Records of all units of an upstream stage, or Waiting / GateShut."""

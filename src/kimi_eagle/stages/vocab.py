@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kimi_eagle import vocab
-from kimi_eagle.errors import UsageError
 from kimi_eagle.files import digest
 from kimi_eagle.ledger import Unit
 from kimi_eagle.stages.context import Context
@@ -20,12 +19,6 @@ def plan(ctx: Context) -> list[Unit]:
     """One unit over all parts of prepare."""
     (prepared,) = ctx.gate("prepare")
     section = ctx.recipe.vocab
-    if section.draft_vocab_size > ctx.verifier.vocab_size:
-        raise UsageError(
-            f"vocab.draft_vocab_size {section.draft_vocab_size} is larger than the verifier's",
-            where=ctx.recipe.name,
-            expected=f"at most {ctx.verifier.vocab_size}",
-        )
     parts = {
         "format": FORMAT,
         "vocab": section.model_dump(mode="json"),

@@ -142,8 +142,8 @@ class ShardsBackend(HiddenStatesBackend):
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
-        """`--shards FILE...`: the safetensors shards of the run."""
-        parser.add_argument("--shards", type=str, nargs="+", default=None, help="shard files")
+        """`--shards FOLDER`: where the shards of the run lie (one value: nargs is not kept)."""
+        parser.add_argument("--shards", type=str, default=".", help="folder of shards")
 
     @staticmethod
     def add_launch_args(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,7 @@ class ShardsBackend(HiddenStatesBackend):
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> ShardsTransfer:
         """The transfer for speculators' own command line: view at `data_path`."""
-        return ShardsTransfer(data_path, args.shards or [])
+        return ShardsTransfer(data_path, sorted(Path(args.shards).glob("*.safetensors")))
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:

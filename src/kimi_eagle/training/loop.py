@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import Recipe
-from kimi_eagle.training import backend, checkpoints, curves, patches
+from kimi_eagle.training import attention, backend, checkpoints, curves, patches
 from kimi_eagle.training.draft_config import speculator_config
 from kimi_eagle.training.trainer import ShardTrainer
 
@@ -102,6 +102,7 @@ def train(
     section = recipe.train
     device = _device(section.device)
     patches.apply(device)
+    attention.register()
     _quiet()
     started = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ def train(
             backend.write_view(shards, order, workdir / "view")
         if get_world_size() > 1:
             torch.distributed.barrier()
-        model = build_model(recipe, verifier, d2t, t2d, attention=_attention(recipe, device))
+        model = build_model(recipe, verifier, d2t, t2d, device=device)
         loaders = _loaders(recipe, verifier, model, shards, workdir / "view")
         schedule = plan_steps(loaders[0], section.epochs, section.seq_len, section.max_steps)
         return _run(recipe, device, model, loaders, schedule, workdir, started,
@@ -127,7 +128,7 @@ def train(
 
 
 def build_model(
-    recipe: Recipe, verifier: Any, d2t: Path, t2d: Path, *, attention: str
+    recipe: Recipe, verifier: Any, d2t: Path, t2d: Path, *, device: str
 ) -> Eagle3DraftModel:
     """A fresh draft with the verifier's embedding, head and final norm (frozen), float32."""
     config = speculator_config(
@@ -137,13 +138,17 @@ def build_model(
         layers=recipe.extract.layers,
         draft_vocab_size=recipe.vocab.draft_vocab_size,
         ttt_steps=recipe.train.ttt_steps,
-        attention=attention,
+        attention=_attention(recipe, device),
     )
     model = Eagle3DraftModel(config=config)
     model.load_vocab_mappings(torch.from_numpy(np.load(t2d)), torch.from_numpy(np.load(d2t)))
     model.load_verifier_weights()
     # A frozen copy of the verifier's: 3/4 of a SmolLM2 checkpoint, and on disk already.
     model._keys_to_ignore_on_save = [*model._keys_to_ignore_on_save, "embed_tokens.weight"]
+    if device == "cpu":
+        # bfloat16 argmax is not vectorised on CPUs: 9 of them a step took 70 ms of 570.
+        for head in (model.lm_head, model.verifier_lm_head):
+            head.register_forward_hook(lambda _module, _args, logits: logits.float())
     return model
 
 
@@ -297,7 +302,7 @@ def _device(wanted: str) -> str:
 def _attention(recipe: Recipe, device: str) -> str:
     chosen = recipe.train.attention
     if chosen == "auto":
-        return "simple_flex_attention" if device == "cuda" else "sdpa"
+        return "simple_flex_attention" if device == "cuda" else attention.NAME
     if device == "cpu" and chosen == "simple_flex_attention":
         raise UsageError(
             "flex attention has no backward pass on the CPU",
