@@ -8,6 +8,7 @@ hidden_states[-1] is after it), as shards in the documented format, written here
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,22 @@ class Corpus:
     states: dict[str, tuple[Any, Any, Any]]
     d2t: Path
     t2d: Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """These models are tiny and the machine may be shared: threads would wait for each other."""
+    import torch
+
+    before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before[0])
+    if before[1] is None:
+        del os.environ["OMP_NUM_THREADS"]
+    else:
+        os.environ["OMP_NUM_THREADS"] = before[1]
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +145,29 @@ def write_mapping(
     return folder / "d2t.npy", folder / "t2d.npy"
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def run(verifier, corpus):
+    """Train on the corpus in a folder; progress lines go to the list `progress`."""
+    from kimi_eagle.training.loop import train
+
+    def call(recipe: Any, workdir: Path, *, stop_at: int | None = None, progress: Any = None):
+        lines = [] if progress is None else progress
+        return train(
+            recipe,
+            verifier,
+            corpus.shards,
+            corpus.order,
+            corpus.d2t,
+            corpus.t2d,
+            workdir,
+            should_stop=lambda: stop_at is not None and lines[-1]["step"] >= stop_at,
+            on_progress=lines.append,
+        )
+
+    return call
+
+
+@pytest.fixture(scope="session")
 def recipe_for(verifier):
     """A recipe for this corpus; keyword arguments override `[train]`."""
     from kimi_eagle.recipe import parse

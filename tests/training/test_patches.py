@@ -1,0 +1,81 @@
+"""Each patch is still needed: the unpatched library fails, the patched one does not.
+
+A test that fails here after an upgrade says that its patch can go.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a CPU machine")
+
+
+@pytest.fixture
+def patches():
+    from kimi_eagle.training import patches
+
+    patches.remove()
+    yield patches
+    patches.remove()
+
+
+def test_synchronize(patches):
+    with pytest.raises(RuntimeError, match="accelerator"):
+        torch.accelerator.synchronize()
+    patches.apply("cpu")
+    torch.accelerator.synchronize()
+
+
+def test_checkpoint_device(patches):
+    from speculators.train import checkpointer
+
+    assert checkpointer.get_current_device() == "cuda:0"
+    patches.apply("cpu")
+    assert checkpointer.get_current_device() == "cpu"
+
+
+def test_pinned_memory(patches):
+    from speculators.train import dataloader
+
+    def said() -> str:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(dataloader.DataLoader([torch.zeros(1)], pin_memory=True))
+        return " ".join(str(w.message) for w in caught)
+
+    assert "pin_memory" in said()
+    patches.apply("cpu")
+    assert "pin_memory" not in said()
+
+
+def test_progress_bar(patches, capfd):
+    from speculators.train import trainer
+
+    list(trainer.tqdm(range(3), desc="Epoch 0"))
+    assert capfd.readouterr().out.strip(), "speculators draws on a stdout that is no terminal"
+    patches.apply("cpu")
+    assert list(trainer.tqdm(range(3), desc="Epoch 0")) == [0, 1, 2]
+    assert not capfd.readouterr().out
+
+
+def test_apply_twice_and_remove(patches):
+    original = torch.accelerator.synchronize
+    patches.apply("cpu")
+    patches.apply("cpu")
+    assert torch.accelerator.synchronize is not original
+    patches.remove()
+    assert torch.accelerator.synchronize is original
+
+
+def test_a_gpu_run_keeps_its_accelerator(patches):
+    original = torch.accelerator.synchronize
+    patches.apply("cuda")
+    assert torch.accelerator.synchronize is original
+
+
+def test_every_patch_says_why(patches):
+    for patch in patches.CPU_PATCHES + patches.QUIET_PATCHES:
+        assert "0.9.0" in patch.library and patch.place and patch.reason
