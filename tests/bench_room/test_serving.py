@@ -23,6 +23,7 @@ import pytest
 from kimi_eagle import recipe as recipes
 from kimi_eagle.bench import measure, results
 from kimi_eagle.capture.settings import environment
+from kimi_eagle.errors import UsageError
 from kimi_eagle.verifier import Verifier, open_verifier
 
 K, MAX_TOKENS = 3, 24
@@ -142,6 +143,16 @@ def test_a_finished_half_is_not_measured_again(
     next((folder / "measurements").glob("baseline-????????????????.json")).unlink()
     with pytest.raises(AssertionError, match="an engine was started"):
         results.run_benchmark(recipe_for(folder, verifier), verifier, draft, folder)
+
+
+def test_a_place_that_cannot_be_written_is_told_before_an_engine_loads(
+    verifier: Verifier, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    recipe = recipe_for(tmp_path, verifier)
+    monkeypatch.setattr(measure, "_run_child", None)
+    with pytest.raises(UsageError, match="cannot be written"):
+        results.run_benchmark(recipe, verifier, draft, tmp_path / "file" / "bench")
 
 
 # ---------------------------------------------------------- the draft's path alone, plain vLLM

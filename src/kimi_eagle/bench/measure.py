@@ -118,7 +118,7 @@ class Measurement:
 def measure(spec: Spec, out: Path, on_progress: Progress | None = None) -> Measurement:
     """Run `spec` in a fresh process, or take `out` if it already holds this spec's result.
 
-    out: the result file; spec and log lie beside it (same stem, .spec.json and .log).
+    out: the result file, in an existing folder; STEM.spec.json and STEM.log lie beside it.
     on_progress gets dicts from the time the engine is loaded: share (0..1 of the prompts at all
     batch sizes), tokens (generated so far). Raises RunError with the log's last meaningful line
     if the process fails.
@@ -128,7 +128,6 @@ def measure(spec: Spec, out: Path, on_progress: Progress | None = None) -> Measu
         return found
     from kimi_eagle.files import write_atomic
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     spec_file, log = out.with_suffix(".spec.json"), out.with_suffix(".log")
     write_atomic(spec_file, json.dumps(asdict(spec)).encode())
     code = _run_child([str(spec_file), str(out)], log, _environment(spec), on_progress)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kimi_eagle.bench.draftdir import DraftInfo, open_draft
 from kimi_eagle.bench.measure import Measurement, Run, Spec, measure
 from kimi_eagle.bench.workload import Workload, load_workload
-from kimi_eagle.errors import RunError
+from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.files import write_atomic
 from kimi_eagle.recipe import Recipe
 
@@ -49,6 +49,12 @@ def run_benchmark(
         from kimi_eagle.data.template import ChatTemplate
 
         workload = load_workload(recipe, ChatTemplate(verifier, recipe.template))
+    results = results or out_dir / "results.json"
+    for folder in (out_dir / "measurements", results.parent):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UsageError(f"cannot be written: {e.strerror}", where=folder) from None
     specs = make_specs(recipe, verifier, info, workload)
     found: list[Measurement] = []
     for number, spec in enumerate(specs):
@@ -60,7 +66,7 @@ def run_benchmark(
 
         found.append(measure(spec, measurement_path(out_dir, spec), report))
     data = compare(specs[0], found[0], found[1], info)
-    write_atomic(results or out_dir / "results.json", json.dumps(data, indent=1))
+    write_atomic(results, json.dumps(data, indent=1))
     return data
 
 
