@@ -70,6 +70,7 @@ def test_follows_the_small_model(verifier):
     assert getattr(own, "sliding_window", None) is None
     assert not getattr(own, "layer_types", None)
     assert config.eagle_aux_hidden_state_layer_ids == [2, 15, 27]
+    assert config.norm_before_fc and config.norm_output and config.norm_before_residual
     where = config.speculators_config.verifier
     assert where.name_or_path == str(verifier.path.resolve())
     assert where.architectures == ["LlamaForCausalLM"]

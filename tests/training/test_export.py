@@ -49,7 +49,7 @@ def test_files(checkpoint, verifier, corpus, tmp_path, dtype):
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {getattr(torch, dtype)}
     assert np.array_equal(tensors["d2t"].numpy(), np.load(corpus.d2t))
     assert tensors["embed_tokens.weight"].shape == (49152, 576)
-    assert {"fc.weight", "norm.weight", "lm_head.weight"} <= tensors.keys()
+    assert {"fc.weight", "input_norm.weight", "norm.weight", "lm_head.weight"} <= tensors.keys()
     assert not [name for name in tensors if name.startswith(("model.", "verifier_"))]
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == dtype
@@ -70,6 +70,7 @@ config = SpeculatorsConfig.from_pretrained(draft)
 assert config.architectures == ["Eagle3LlamaForCausalLM"], config.architectures
 assert config.eagle_aux_hidden_state_layer_ids == [2, 15, 27]
 assert (config.head_dim, config.draft_vocab_size, config.norm_before_residual) == (64, 512, True)
+assert config.norm_before_fc and config.norm_output
 model, tokenizer, spec = maybe_override_with_speculators(draft, draft, False)
 assert model == tokenizer == sys.argv[2], model
 assert spec["method"] == "eagle3" and spec["num_speculative_tokens"] == 3, spec

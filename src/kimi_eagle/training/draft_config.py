@@ -24,6 +24,13 @@ from kimi_eagle.recipe import DraftSection
 _NOT_FOR_THE_DRAFT = ("type", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Rope keys of verifiers that a text-only llama with full rotation has no use for."""
 
+NORM_BEFORE_FC = True
+"""One RMSNorm over the concatenated states before `fc`: they reach 25,000 in SmolLM2. As
+speculators' command line has it for eagle3 (0.9.0, train/config/schema.py; its config class
+says False)."""
+NORM_OUTPUT = True
+"""The normed state feeds the next draft step, so that magnitudes do not drift (as above)."""
+
 
 def speculator_config(
     draft: DraftSection,
@@ -56,6 +63,8 @@ def speculator_config(
         transformer_layer_config=decoder,
         draft_vocab_size=draft_vocab_size,
         norm_before_residual=draft.norm_before_residual,
+        norm_before_fc=NORM_BEFORE_FC,
+        norm_output=NORM_OUTPUT,
         eagle_aux_hidden_state_layer_ids=[int(k) for k in layers[:-1]],
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
