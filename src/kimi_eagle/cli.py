@@ -6,19 +6,15 @@ line on standard error; `--debug` shows the traceback.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from kimi_eagle import __version__
-
-if TYPE_CHECKING:
-    from kimi_eagle.stages.context import Context
-
-_PATH = click.Path(path_type=str)
+from kimi_eagle import __version__, cli_tools
+from kimi_eagle.cli_options import PATH as _PATH
+from kimi_eagle.cli_options import json_option, print_json
 
 
 class _Group(click.Group):
@@ -29,20 +25,18 @@ class _Group(click.Group):
 
         try:
             return super().invoke(ctx)
-        except KimiEagleError as e:
-            if ctx.params.get("debug"):
-                raise
-            click.echo(f"error: {e.line()}", err=True)
-            ctx.exit(e.exit_code)
-        except OSError as e:
-            if ctx.params.get("debug"):
-                raise
-            where = f"{e.filename}: " if e.filename else ""
-            click.echo(f"error: {where}{e.strerror or e}", err=True)
-            ctx.exit(1)
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
         except KeyboardInterrupt:
             click.echo("stopped; type the same command again to go on", err=True)
             ctx.exit(130)
+        except Exception as e:
+            ours = isinstance(e, KimiEagleError)
+            # A stage's log is read by whoever mends the fault: there a traceback is wanted.
+            if ctx.params.get("debug") or (ctx.invoked_subcommand == "stage" and not ours):
+                raise
+            click.echo(f"error: {_line(e)}", err=True)
+            ctx.exit(e.exit_code if ours else 1)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
@@ -52,6 +46,19 @@ class _Group(click.Group):
             hint = f"; did you mean {near[0]!r}?" if near else ""
             ctx.fail(f"no such command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
+
+
+def _line(error: Exception) -> str:
+    """One line about any error."""
+    from kimi_eagle.errors import KimiEagleError
+
+    if isinstance(error, KimiEagleError):
+        return error.line()
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}"
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{text}; a fault of kimi-eagle: --debug shows where"
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,23 +76,6 @@ def main(debug: bool) -> None:
     """
 
 
-def _json_option(command: Any) -> Any:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=1, sort_keys=True, default=str))
-
-
-def _context(run: str) -> Context:
-    """The run under the recipe it follows."""
-    from kimi_eagle.rundir import open_run
-    from kimi_eagle.stages.context import Context
-
-    opened = open_run(run)
-    return Context(opened, opened.recipe())
-
-
 # -- doing -------------------------------------------------------------------------------------
 
 
@@ -94,7 +84,7 @@ def _context(run: str) -> Context:
 @click.option("--run", "run_path", type=_PATH, help="Run directory [default: runs/NAME].")
 @click.option("--until", help="Stop after this stage.")
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
-@_json_option
+@json_option
 def run(recipe: str, run_path: str | None, until: str | None, quiet: bool, as_json: bool) -> None:
     """Do all stages on this machine; type it again to go on after any interruption.
 
@@ -125,7 +115,7 @@ def run(recipe: str, run_path: str | None, until: str | None, quiet: bool, as_js
     ctx = Context(opened, loaded)
     rows, result = stage_rows(ctx), headline(opened)
     if as_json:
-        _print_json({"run": str(opened.path), "stages": rows, "result": result})
+        print_json({"run": str(opened.path), "stages": rows, "result": result})
         return
     console.print(display.table(rows))
     if result and not until:
@@ -146,10 +136,10 @@ def run(recipe: str, run_path: str | None, until: str | None, quiet: bool, as_js
 def stage(stage_name: str, run_path: str) -> None:
     """Work on one stage of a run: what a job executes inside the container."""
     from kimi_eagle.stages import module
-    from kimi_eagle.stages.context import recipe_digest
+    from kimi_eagle.stages.context import open_context, recipe_digest
     from kimi_eagle.worker import Stopped, Worker
 
-    ctx = _context(run_path)
+    ctx = open_context(run_path)
     folder = ctx.run.stage(stage_name)
     try:
         with Worker(folder, recipe_digest=recipe_digest(ctx.recipe)) as worker:
@@ -163,7 +153,7 @@ def stage(stage_name: str, run_path: str) -> None:
 @click.argument("recipe", type=_PATH)
 @click.option("--draft", required=True, type=_PATH, help="Directory of a draft that vLLM loads.")
 @click.option("--out", type=_PATH, help="Where results go [default: bench-NAME].")
-@_json_option
+@json_option
 def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
     """Measure any draft that vLLM loads on the recipe's held-out prompts.
 
@@ -194,7 +184,7 @@ def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
         on_progress=lambda fraction, tokens: None,
     )
     if as_json:
-        _print_json(results)
+        print_json(results)
     else:
         speed = results["tokens_per_second"]
         click.echo(
@@ -209,7 +199,7 @@ def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
 
 @main.command()
 @click.argument("run_path", metavar="[RUN]", required=False, type=_PATH)
-@_json_option
+@json_option
 def status(run_path: str | None, as_json: bool) -> None:
     """How far a run is (all runs under runs/ when none is named)."""
     from pathlib import Path
@@ -237,17 +227,15 @@ def status(run_path: str | None, as_json: bool) -> None:
                 length = found[path]["result"]["acceptance_length"]
                 click.echo(f"  acceptance length {length:.2f}")
     if as_json:
-        _print_json(found)
+        print_json(found)
     elif not paths:
         click.echo("no runs under runs/")
 
 
 @main.command()
 @click.argument("run_path", metavar="RUN", type=_PATH)
-@click.option(
-    "--recipe", type=_PATH, help="Recipe to compare with [default: the run's]."
-)
-@_json_option
+@click.option("--recipe", type=_PATH, help="Recipe to compare with [default: the run's].")
+@json_option
 def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
     """What `run` would do now, and which change makes it necessary."""
     from kimi_eagle import recipe as recipes
@@ -260,7 +248,7 @@ def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
     current = recipes.load(source) if source and os.path.exists(source) else opened.recipe()
     found = explain_run(Context(opened, current))
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     for entry in found:
         text = entry["reason"] or f"{entry['units'] - entry['open']}/{entry['units']} units done"
@@ -273,9 +261,10 @@ def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
 @click.argument("run_path", metavar="RUN", type=_PATH)
 def report(run_path: str) -> None:
     """Write RUN/report.html from what there is so far."""
+    from kimi_eagle.stages.context import open_context
     from kimi_eagle.summary import write_report
 
-    ctx = _context(run_path)
+    ctx = open_context(run_path)
     write_report(ctx)
     click.echo(ctx.run.report)
 
@@ -286,14 +275,15 @@ def report(run_path: str) -> None:
 @main.command()
 @click.argument("run_path", metavar="RUN", type=_PATH)
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
-@_json_option
+@json_option
 def gc(run_path: str, dry_run: bool, as_json: bool) -> None:
     """Remove what no current key needs: results of earlier recipes, leftovers of killed workers."""
     from kimi_eagle import housekeeping
+    from kimi_eagle.stages.context import open_context
 
-    found = housekeeping.gc(_context(run_path), dry_run=dry_run)
+    found = housekeeping.gc(open_context(run_path), dry_run=dry_run)
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         verb = "would remove" if dry_run else "removed"
         click.echo(f"{verb} {found['removed']} files, {found['bytes'] / 1e6:.1f} MB")
@@ -305,100 +295,13 @@ def gc(run_path: str, dry_run: bool, as_json: bool) -> None:
 def clean(run_path: str, hidden: bool) -> None:
     """Free the disk space of a finished run's hidden states."""
     from kimi_eagle import housekeeping
+    from kimi_eagle.stages.context import open_context
 
-    click.echo(f"freed {housekeeping.clean_hidden(_context(run_path))['bytes'] / 1e6:.1f} MB")
-
-
-# -- parts on their own ------------------------------------------------------------------------
+    click.echo(f"freed {housekeeping.clean_hidden(open_context(run_path))['bytes'] / 1e6:.1f} MB")
 
 
-@main.group()
-def verifier() -> None:
-    """The verifier's directory."""
-
-
-@verifier.command("hash")
-@click.argument("path", type=_PATH)
-@_json_option
-def verifier_hash(path: str, as_json: bool) -> None:
-    """sha256 of every file of a verifier's directory, and its id."""
-    from kimi_eagle.verifier import open_verifier
-
-    opened = open_verifier(path)
-    with click.progressbar(length=0, label="hashing", file=sys.stderr, hidden=as_json):
-        hashes = opened.content_hash()
-    if as_json:
-        _print_json({"id": opened.id(), "files": hashes})
-        return
-    click.echo(f"id {opened.id()}")
-    for name, value in sorted(hashes.items()):
-        click.echo(f"{value}  {name}")
-
-
-@main.group()
-def vocab() -> None:
-    """The draft's reduced vocabulary."""
-
-
-@vocab.command("build")
-@click.argument("counts", type=_PATH)
-@click.option("--verifier", "verifier_path", required=True, type=_PATH, help="Verifier directory.")
-@click.option("--size", required=True, type=click.IntRange(min=2), help="Draft vocabulary size.")
-@click.option("--out", required=True, type=_PATH, help="Folder for d2t/t2d (.npy and .pt).")
-@click.option("--no-force-special", is_flag=True, help="Do not always include special tokens.")
-def vocab_build(
-    counts: str, verifier_path: str, size: int, out: str, no_force_special: bool
-) -> None:
-    """Build a mapping from token counts: a .pt or .npy tensor [V], or a .pt dict {id: n}."""
-    from pathlib import Path
-
-    from kimi_eagle import vocab as room
-    from kimi_eagle.verifier import open_verifier
-
-    opened = open_verifier(verifier_path)
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    forced = () if no_force_special else room.special_ids(opened)
-    counted = room.as_counts(room.load_counts(Path(counts)), opened.vocab_size)
-    mapping = room.build_mapping(counted, size, sorted(forced))
-    for path in room.save(mapping, lambda suffix: folder / suffix):
-        click.echo(path)
-    click.echo(f"coverage {mapping.coverage:.2%}")
-
-
-@vocab.command("show")
-@click.argument("path", type=_PATH)
-@_json_option
-def vocab_show(path: str, as_json: bool) -> None:
-    """Show a mapping: a run directory, or a folder with d2t and t2d."""
-    from pathlib import Path
-
-    from kimi_eagle import vocab as room
-    from kimi_eagle.rundir import RunDir
-    from kimi_eagle.summary import record_of
-
-    folder = Path(path)
-    if RunDir(folder).spec.is_file():
-        ctx: Context = _context(path)
-        record = record_of(ctx, "vocab")
-        mapping = room.load(record.path("d2t.npy"), record.path("t2d.npy")) if record else None
-    else:
-        mapping = room.load(folder / "d2t.npy", folder / "t2d.npy")
-    if mapping is None:
-        from kimi_eagle.errors import RunError
-
-        raise RunError("vocab is not done in this run", where=path)
-    shown = {
-        "draft_vocab_size": len(mapping.d2t),
-        "target_vocab_size": len(mapping.t2d),
-        "coverage": mapping.coverage,
-        "digest": mapping.digest,
-    }
-    if as_json:
-        _print_json(shown)
-    else:
-        for name, value in shown.items():
-            click.echo(f"{name:<18} {value}")
+main.add_command(cli_tools.verifier)
+main.add_command(cli_tools.vocab)
 
 
 if __name__ == "__main__":

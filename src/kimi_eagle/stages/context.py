@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.ledger import Ledger, Record, Unit
 from kimi_eagle.recipe import EngineSection, Recipe
-from kimi_eagle.rundir import RunDir
+from kimi_eagle.rundir import RunDir, open_run
 from kimi_eagle.stages import module
 
 if TYPE_CHECKING:
@@ -126,6 +127,12 @@ class Context:
                 expected=f"a share of at most allow_rejected = {self.recipe.allow_rejected}",
                 fix=f"look at {self.run.stage(stage).log}, or raise allow_rejected in the recipe",
             )
+
+
+def open_context(path: str | Path) -> Context:
+    """An existing run under the recipe that it follows."""
+    run = open_run(path)
+    return Context(run, run.recipe())
 
 
 def recipe_digest(recipe: Recipe) -> str:
