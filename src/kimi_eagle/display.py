@@ -106,14 +106,20 @@ class Bars:
         self._console.print(f"{stage:<10} {end}  {note}", highlight=False, soft_wrap=True)
 
 
-def table(rows: list[dict[str, Any]], title: str = "") -> Table:
-    """The rows of `summary.stage_rows` as a table."""
-    shown = Table(title=title or None, title_justify="left")
-    for name in ("stage", "state", "units", "samples", "tokens", "load s", "work s", "wall s"):
-        shown.add_column(name, justify="left" if name in ("stage", "state") else "right")
+def table(rows: list[dict[str, Any]]) -> Table:
+    """The rows of `summary.stage_rows`: what was done and where the time went."""
+    columns = ("stage", "state", "units", "samples", "tokens", "load s", "work s", "wall s", "GiB")
+    shown = Table(show_footer=True)
+    wall = sum(row.get("wall", 0.0) for row in rows)
+    most = max(row.get("peak_gib", 0.0) for row in rows)
+    footers = {"stage": "all", "wall s": f"{wall:.1f}", "GiB": f"{most:.1f}"}
+    for name in columns:
+        side = "left" if name in ("stage", "state") else "right"
+        shown.add_column(name, justify=side, footer=footers.get(name, ""))
     for row in rows:
         cells = [row["stage"], row["state"], str(row["units"])]
         cells += [f"{row[k]:,}" if row.get(k) else "" for k in ("samples", "tokens")]
-        cells += [f"{row[k]:.1f}" if row.get(k) else "" for k in ("load", "work", "wall")]
+        timed = ("load", "work", "wall", "peak_gib")
+        cells += [f"{row[k]:.1f}" if row.get(k) else "" for k in timed]
         shown.add_row(*cells)
     return shown

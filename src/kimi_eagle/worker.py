@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -80,7 +81,8 @@ class Worker:
         if value is not None and error is None:
             error = "stopped" if isinstance(value, Stopped) else f"{kind.__name__}: {value}"
         with contextlib.suppress(OSError):
-            self._write(ended=time.time(), error=error, unit=None, phase="ended")
+            peak = _peak_gib()
+            self._write(ended=time.time(), error=error, unit=None, phase="ended", peak_gib=peak)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signal = number
@@ -289,6 +291,12 @@ def _machine_fault(fault: BaseException | None) -> bool:
             return True
         fault = fault.__cause__
     return False
+
+
+def _peak_gib() -> float:
+    """Most memory this process held, plus the largest of its children, GiB (ru_maxrss is KiB)."""
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return round(sum(resource.getrusage(w).ru_maxrss for w in who) / 2**20, 2)
 
 
 def _short(fault: BaseException) -> str:
