@@ -53,8 +53,8 @@ def work(ctx: Context, worker: Worker) -> None:
 def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
     """Take up the checkpoints of this key, or start; commit the exported draft."""
     from kimi_eagle.shards.reader import ShardSet
+    from kimi_eagle.training import launch
     from kimi_eagle.training.export import export
-    from kimi_eagle.training.loop import train
 
     shards, mapping = attempt.unit.payload
     paths = [r.path(".safetensors") for r in shards]
@@ -71,7 +71,7 @@ def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
         worker.note(step=step["step"], total_steps=step["steps"], loss=step["loss"])
 
     with worker.phase("work"):
-        result = train(
+        result = launch.run(
             ctx.recipe,
             ctx.verifier,
             paths,

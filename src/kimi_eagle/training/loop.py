@@ -294,7 +294,7 @@ def _device(wanted: str) -> str:
     device = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no GPU that torch can use", where="train.device", expected="cpu or auto")
-    if device == "cpu" and "LOCAL_RANK" in os.environ:
+    if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("several ranks on the CPU", where="train.device", expected="one process")
     return device
 

@@ -1,0 +1,56 @@
+"""Training under torchrun: the same run as in one process, stopped and failing in good order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kimi_eagle.errors import RunError
+
+
+@pytest.fixture
+def ranks(verifier, corpus):
+    """`launch.run` with one torchrun rank."""
+    from kimi_eagle.training import launch
+
+    def call(recipe, workdir: Path, progress: list, stop_at: int | None = None):
+        return launch.run(
+            recipe,
+            verifier,
+            corpus.shards,
+            order=corpus.order,
+            d2t=corpus.d2t,
+            t2d=corpus.t2d,
+            workdir=workdir,
+            should_stop=lambda: bool(stop_at and progress and progress[-1]["step"] >= stop_at),
+            on_progress=progress.append,
+            ranks=1,
+        )
+
+    return call
+
+
+def losses(workdir: Path) -> list[float]:
+    lines = [json.loads(x) for x in (workdir / "curves.jsonl").read_text().splitlines()]
+    return [x["loss"] for x in lines if "loss" in x]
+
+
+def test_stopped_under_torchrun_and_finished_in_process(ranks, run, recipe_for, tmp_path) -> None:
+    progress: list[dict] = []
+    recipe = recipe_for(epochs=3)
+    first = ranks(recipe, tmp_path / "ranks", progress, stop_at=2)
+    assert first.interrupted and first.steps < first.total_steps
+    again = ranks(recipe, tmp_path / "ranks", progress)
+    assert not again.interrupted and again.steps == again.total_steps
+    assert again.checkpoint.is_dir() and progress[-1]["step"] == again.steps
+    whole = run(recipe, tmp_path / "one")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=0.02)
+    assert (again.steps, again.tokens) == (whole.steps, whole.tokens)
+
+
+def test_a_rank_that_fails_is_named_with_its_error(ranks, recipe_for, corpus, tmp_path) -> None:
+    recipe = recipe_for(loss="no_such_loss")
+    with pytest.raises(RunError, match="no_such_loss"):
+        ranks(recipe, tmp_path, [])
