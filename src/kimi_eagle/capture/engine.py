@@ -108,12 +108,20 @@ class _Engine:
 
         if self._broken or self._engine is None:
             raise RunError("the vLLM engine is closed or stopped after an error")
+        vocabulary = self._engine.model_config.get_vocab_size()
         for i, prompt in enumerate(prompts):
             if not 1 <= len(prompt) <= self.max_prompt_tokens:
                 raise RunError(
                     f"prompt of {len(prompt)} tokens",
                     where=f"batch row {i}",
                     expected=f"1 to {self.max_prompt_tokens} (engine max_model_len - 1)",
+                )
+            if min(prompt) < 0 or max(prompt) >= vocabulary:
+                # vLLM 0.31.0 lets some of these through to the embedding, which ends the engine.
+                raise RunError(
+                    f"token id {max(prompt) if min(prompt) >= 0 else min(prompt)}",
+                    where=f"batch row {i}",
+                    expected=f"0 to {vocabulary - 1}",
                 )
         names: dict[str, int] = {}
         self._internal = {}
