@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
@@ -109,13 +110,13 @@ class Bars:
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows of `summary.stage_rows`: what was done and where the time went."""
     columns = ("stage", "state", "units", "samples", "tokens", "load s", "work s", "wall s", "GiB")
-    shown = Table(show_footer=True)
+    shown = Table(show_footer=True, box=box.SIMPLE)
     wall = sum(row.get("wall", 0.0) for row in rows)
     most = max(row.get("peak_gib", 0.0) for row in rows)
     footers = {"stage": "all", "wall s": f"{wall:.1f}", "GiB": f"{most:.1f}"}
     for name in columns:
         side = "left" if name in ("stage", "state") else "right"
-        shown.add_column(name, justify=side, footer=footers.get(name, ""))
+        shown.add_column(name, justify=side, footer=footers.get(name, ""), no_wrap=True)
     for row in rows:
         cells = [row["stage"], row["state"], str(row["units"])]
         cells += [f"{row[k]:,}" if row.get(k) else "" for k in ("samples", "tokens")]
