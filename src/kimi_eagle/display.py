@@ -110,7 +110,7 @@ class Bars:
 def table(rows: list[dict[str, Any]]) -> Table:
     """The rows of `summary.stage_rows`: what was done and where the time went."""
     columns = ("stage", "state", "units", "samples", "tokens", "load s", "work s", "wall s", "GiB")
-    shown = Table(show_footer=True, box=box.SIMPLE)
+    shown = Table(show_footer=True, box=box.SIMPLE, padding=(0, 1, 0, 0))
     wall = sum(row.get("wall", 0.0) for row in rows)
     most = max(row.get("peak_gib", 0.0) for row in rows)
     footers = {"stage": "all", "wall s": f"{wall:.1f}", "GiB": f"{most:.1f}"}
