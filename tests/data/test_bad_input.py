@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from kimi_eagle.data import formats, samples
-from kimi_eagle.data.formats import Conversation
 from kimi_eagle.data.rejects import Reject, RejectLog
+from kimi_eagle.data.rows import Conversation
 from kimi_eagle.data.sources import read_rows, select
 from kimi_eagle.errors import RowError, RunError, UsageError
 from kimi_eagle.recipe import SourceSection

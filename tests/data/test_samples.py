@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kimi_eagle.data import samples
-from kimi_eagle.data.formats import Conversation
+from kimi_eagle.data import rows, samples
 from kimi_eagle.data.masks import prefix_mask, token_mask
+from kimi_eagle.data.rows import Conversation
 from kimi_eagle.errors import RunError
 
 META = {"tokenizer": "t", "template": "p"}
@@ -117,7 +117,7 @@ def conversation(*roles):
 
 def test_open_turns_drop_given_answers_and_keep_the_users_side():
     def names(c):
-        return [[m["content"] for m in turn] for turn in samples.open_turns(c)]
+        return [[m["content"] for m in turn] for turn in rows.open_turns(c)]
 
     assert names(conversation("system", "user", "assistant", "user")) == [
         ["system0", "user1"],

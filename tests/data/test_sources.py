@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from kimi_eagle.data.formats import Conversation
-from kimi_eagle.data.samples import TokenRow
+from kimi_eagle.data.rows import Conversation, TokenRow
 from kimi_eagle.data.sources import find_files, read_rows, select
 from kimi_eagle.errors import UsageError
 from kimi_eagle.recipe import SourceSection

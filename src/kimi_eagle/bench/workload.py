@@ -76,8 +76,8 @@ def load_workload(recipe: Recipe, template: ChatTemplate) -> Workload:
 
 def _rows(recipe: Recipe, template: ChatTemplate) -> Iterable[tuple[str, list[int]]]:
     """(name, prompt ids) of each row, in the file's order."""
-    from kimi_eagle.data.formats import Conversation
     from kimi_eagle.data.rejects import Reject
+    from kimi_eagle.data.rows import Conversation
     from kimi_eagle.data.sources import read_rows
 
     section = SourceSection(path=recipe.benchmark.prompts)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_eagle import files
-from kimi_eagle.data.formats import Conversation
-from kimi_eagle.data.samples import open_turns
+from kimi_eagle.data.rows import Conversation, open_turns
 from kimi_eagle.errors import RunError
 
 FORMAT = "answers/1"

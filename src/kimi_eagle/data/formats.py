@@ -15,15 +15,12 @@ that is really null is lost, unless the arguments are given as a JSON string, as
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kimi_eagle.data.samples import TokenRow, open_turns
+from kimi_eagle.data.rows import Conversation, TokenRow
 from kimi_eagle.errors import RowError
-from kimi_eagle.files import digest
 
 ROLES = {
     "system": "system",
@@ -41,26 +38,6 @@ FORMATS = {
     "prompt": ("prompt",),
 }
 """Format -> the columns that it needs, in the order in which `auto` looks for them."""
-
-
-@dataclass
-class Conversation:
-    """Messages in OpenAI form; where = (file, row from 1)."""
-
-    source: str
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    where: tuple[str, int] = ("", 0)
-
-    @cached_property
-    def id(self) -> str:
-        """Content hash: equal for equal messages and tools, wherever they come from."""
-        return digest([self.messages, self.tools])
-
-    @cached_property
-    def prompt_id(self) -> str:
-        """Content hash of what is asked, given answers left out (see samples.open_turns)."""
-        return digest([open_turns(self), self.tools])
 
 
 MAX_ROW_BYTES = 64 << 20

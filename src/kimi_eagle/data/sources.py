@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_eagle.data import formats
-from kimi_eagle.data.formats import FORMATS, Conversation, TokenRow, detect_format, parse_row
+from kimi_eagle.data.formats import FORMATS, detect_format, parse_row
 from kimi_eagle.data.rejects import Reject
+from kimi_eagle.data.rows import Conversation, TokenRow
 from kimi_eagle.errors import RowError, UsageError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from kimi_eagle.data import samples
 from kimi_eagle.data.answers import read_answers
-from kimi_eagle.data.formats import Conversation, TokenRow
 from kimi_eagle.data.rejects import Reject, RejectLog
+from kimi_eagle.data.rows import Conversation, TokenRow
 from kimi_eagle.data.samples import Sample
 from kimi_eagle.errors import RowError, RunError
 from kimi_eagle.files import digest

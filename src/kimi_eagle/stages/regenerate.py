@@ -10,9 +10,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kimi_eagle.data.answers import FORMAT, Answered, write_answers
-from kimi_eagle.data.formats import Conversation
 from kimi_eagle.data.rejects import Reject
-from kimi_eagle.data.samples import open_turns
+from kimi_eagle.data.rows import Conversation, open_turns
 from kimi_eagle.errors import RowError
 from kimi_eagle.files import digest
 from kimi_eagle.ledger import Unit
