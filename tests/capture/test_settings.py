@@ -67,10 +67,11 @@ def test_installed_build_is_found():
 
 
 def test_environment_on_cpu(cpu_build, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "VLLM_LOGGING_LEVEL"):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "VLLM_LOGGING_LEVEL"):
         monkeypatch.delenv(name, raising=False)
     wanted = environment(EngineSection(cpu_kv_cache_gib=3))
     assert wanted["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    assert wanted["OMP_WAIT_POLICY"] == "passive"
     assert wanted["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert wanted["HF_HUB_OFFLINE"] == "1"
