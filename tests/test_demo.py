@@ -36,8 +36,8 @@ def test_acceptance_and_equal_outputs(demo: tuple[Path, dict], capsys) -> None:
 
 
 def test_memory(demo: tuple[Path, dict]) -> None:
-    # The front process holds the tokenizer beside the stage: some 0.5 GiB.
-    assert max(s["peak_gib"] for s in demo[1]["stages"]) + 0.5 <= 8
+    # The largest process; beside it are the front and, in benchmark, the stage: 0.5 GiB each.
+    assert max(s["peak_gib"] for s in demo[1]["stages"]) + 1 <= 8
 
 
 def test_held_out_prompts_are_held_out() -> None:

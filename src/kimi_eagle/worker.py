@@ -294,9 +294,12 @@ def _machine_fault(fault: BaseException | None) -> bool:
 
 
 def _peak_gib() -> float:
-    """Most memory this process held, plus the largest of its children, GiB (ru_maxrss is KiB)."""
+    """Most memory that one process of this stage held, GiB (ru_maxrss is KiB).
+
+    Not a sum: a child's figure starts with what its parent held when it was forked.
+    """
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return round(sum(resource.getrusage(w).ru_maxrss for w in who) / 2**20, 2)
+    return round(max(resource.getrusage(w).ru_maxrss for w in who) / 2**20, 2)
 
 
 def _short(fault: BaseException) -> str:
