@@ -111,11 +111,62 @@ def test_full_disk_says_so_and_leaves_nothing_half_written(tmp_path: Path, verif
 
 
 def test_status_and_explain_of_a_fresh_run(tmp_path: Path, eagle, verifier_dir) -> None:
-    from kimi_eagle.rundir import create_run
+    from kimi_eagle.recipe import load
+    from kimi_eagle.rundir import create_run, follow
 
-    create_run(TINY, tmp_path / "run")
+    follow(create_run(tmp_path / "run"), load(TINY), TINY)
     done = eagle("status", tmp_path / "run")
     assert done.returncode == 0 and "regenerate waiting" in done.stdout
     done = eagle("explain", tmp_path / "run")
     assert done.returncode == 0 and "never done" in done.stdout
     assert "waits for regenerate" in done.stdout
+
+
+def test_a_folder_of_something_else_is_not_taken(tmp_path: Path, eagle) -> None:
+    (tmp_path / "recipe.toml").write_text("mine")
+    line = error_of(eagle("run", TINY, "--run", tmp_path), 2)
+    assert "holds files but no run" in line
+    assert [p.name for p in tmp_path.iterdir()] == ["recipe.toml"]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (("lr = 2e-3", "lr = inf"), "train.lr"),
+        (("k = 2", "k = 2\nbatch_sizes = []"), "batch_sizes"),
+        (("k = 2", "k = 2\nbatch_sizes = [0]"), "batch_sizes"),
+        (("max_tokens = 48", "max_tokens = 300"), "regenerate.max_tokens 300"),
+        (("layers = [2, 15, 27, 30]", "layers = [2, 15, 27, 29]"), "30"),
+        (("[vocab]", "[vocab]\nforce_tokens = [99999]"), "99999"),
+        ((MODEL, "~no_such_user/x"), "not a path"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_first_stage(
+    tmp_path: Path, eagle, verifier_dir, change, word
+) -> None:
+    bad = recipe(tmp_path / "tiny.toml", change)
+    assert word in error_of(eagle("run", bad, "--run", tmp_path / "run", "--until", "prepare"), 2)
+
+
+def test_modules_in_the_working_directory_do_not_shadow_the_library(
+    tmp_path: Path, eagle, verifier_dir
+) -> None:
+    (tmp_path / "grp.py").write_text("raise SystemExit('shadowed')")
+    given = tmp_path / "given.jsonl"
+    row = '{"conversations": [{"from": "human", "value": "a %d"}, {"from": "gpt", "value": "b"}]}'
+    given.write_text("\n".join(row % i for i in range(20)))
+    path = recipe(
+        tmp_path / "tiny.toml",
+        (f"{ROOT}/jobs/data/prompts.jsonl", str(given)),
+        ("[regenerate]", "[regenerate]\nenabled = false"),
+    )
+    env = {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kimi_eagle", "run", path, "--run", "r", "--until", "prepare"],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout

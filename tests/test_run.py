@@ -245,3 +245,87 @@ def test_gc_removes_what_a_changed_recipe_left_and_clean_frees_the_states(
     assert not list(run.glob("extract/files/*.safetensors"))
     again = eagle("run", TINY, "--run", run, "--json")
     assert again.returncode == 0 and json.loads(again.stdout)["stages"][2]["state"] == "done"
+
+
+# -- what other recipes, damage and dead machines leave behind -----------------------------------
+
+
+@pytest.fixture
+def copy(reference: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to be spoilt."""
+    return Path(shutil.copytree(reference, tmp_path / "copy"))
+
+
+def records(run: Path, stage: str) -> list[Path]:
+    return sorted((run / stage / "records").glob("*.json"))
+
+
+def test_results_of_another_recipe_are_replaced(copy: Path, reference: Path, eagle) -> None:
+    for name in ("bench/results.json", "draft/record.json", "rejects.jsonl"):
+        (copy / name).write_text('{"acceptance_length": 9}')
+    done = eagle("run", TINY, "--run", copy, "--json")
+    assert done.returncode == 0, done.stderr
+    for name in ("bench/results.json", "draft/record.json", "rejects.jsonl"):
+        assert (copy / name).read_bytes() == (reference / name).read_bytes()
+    shutil.rmtree(copy / "draft")
+    shutil.rmtree(copy / "bench")
+    assert eagle("run", TINY, "--run", copy, "--json").returncode == 0
+    assert (copy / "draft/model.safetensors").is_file() and (copy / "bench/results.json").is_file()
+
+
+def test_a_failed_unit_shuts_the_gate_and_retry_opens_it(copy: Path, eagle) -> None:
+    path = records(copy, "extract")[0]
+    data = {**json.loads(path.read_text()), "state": "failed", "files": [], "counts": {}}
+    path.write_text(json.dumps({**data, "info": {"reasons": ["ValueError: no good"] * 3}}))
+    path.with_suffix(".failed").touch()
+    before = sorted(p.name for p in copy.glob("*/files/*"))
+    done = eagle("run", TINY, "--run", copy)
+    assert done.returncode == 1 and "no good" in done.stderr and "retry" in done.stderr
+    found = {e["stage"]: e for e in json.loads(eagle("explain", copy, "--json").stdout)}
+    assert found["train"]["state"] == "failed" and "no good" in found["train"]["reason"]
+    assert "failed" in eagle("status", copy).stdout
+    eagle("gc", copy)
+    gone = set(before) - {p.name for p in copy.glob("*/files/*")}
+    assert not any("draft" in name for name in gone), gone
+    assert json.loads(eagle("retry", copy, "--json").stdout) == {"extract": 1}
+    found = {e["stage"]: e for e in json.loads(eagle("explain", copy, "--json").stdout)}
+    assert found["extract"]["open"] == 1
+
+
+def test_lost_files_are_noticed_before_they_are_read(copy: Path, eagle) -> None:
+    for stage in ("vocab", "train", "benchmark"):
+        shutil.rmtree(copy / stage)
+    next((copy / "prepare/files").glob("*.tokens.parquet")).unlink()
+    done = eagle("run", TINY, "--run", copy, "--until", "vocab")
+    assert done.returncode == 1 and "missing" in done.stderr and "retry" in done.stderr
+    assert eagle("retry", copy).returncode == 0
+    assert eagle("run", TINY, "--run", copy, "--until", "vocab").returncode == 0
+
+
+def test_a_silent_worker_of_another_machine_is_dead_after_three_beats(copy: Path, eagle) -> None:
+    path = next((copy / "extract/workers").glob("*.json"))
+    worker = json.loads(path.read_text())
+    worker.pop("ended")
+    path.write_text(json.dumps({**worker, "host": "elsewhere", "beat_seconds": 0.2, "recipe": ""}))
+    records(copy, "extract")[-1].rename(copy / "extract/aside")
+    done = eagle("gc", copy, "--dry-run", env={"KIMI_EAGLE_BEAT_SECONDS": "0.2"}, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_recipe_does_not_take_over_a_live_run(copy: Path, tmp_path: Path, eagle) -> None:
+    other = edited(tmp_path / "other.toml", one=("limit = 24", "limit = 23"))
+    spec = (copy / "run.json").read_bytes()
+    shutil.rmtree(copy / "benchmark")
+    front = start(copy)
+    deadline = time.monotonic() + 60
+    while not (copy / "driver.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    try:
+        done = eagle("run", other, "--run", copy)
+        assert done.returncode == 1 and "another recipe" in done.stderr
+        assert (copy / "run.json").read_bytes() == spec
+    finally:
+        kill_session(front)
+    bad = edited(tmp_path / "bad.toml", one=("27, 30]", "27, 29]"))
+    assert eagle("run", bad, "--run", copy).returncode == 2
+    assert (copy / "run.json").read_bytes() == spec

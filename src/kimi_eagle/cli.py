@@ -107,18 +107,19 @@ def run(recipe: str, run_path: str | None, until: str | None, quiet: bool, as_js
     if until and until not in recipes.STAGES:
         raise UsageError(f"unknown stage {until!r}", expected=f"one of {recipes.STAGES}")
     loaded = recipes.load(recipe)
-    target = Path(run_path or Path("runs") / loaded.name)
-    opened = create_run(Path(recipe), target)
+    target = Path("runs") / loaded.name if run_path is None else Path(run_path)
+    opened = create_run(target)
     console = Console(stderr=as_json)
     with display.Bars(console, quiet=quiet or as_json) as bars:
-        local.run_stages(opened, until, bars)
-    ctx = Context(opened, loaded)
-    rows, result = stage_rows(ctx), headline(opened)
+        local.run_stages(opened, loaded, Path(recipe), until, bars)
+    rows = stage_rows(Context(opened, loaded))
+    done = rows[-1]["state"] == "done"
+    result = headline(opened) if done else None
     if as_json:
         print_json({"run": str(opened.path), "stages": rows, "result": result})
         return
     console.print(display.table(rows))
-    if result and not until:
+    if result:
         speed = result["tokens_per_second"]
         console.print(
             f"acceptance length {result['acceptance_length']:.2f} at k={result['k']}, "
@@ -138,11 +139,12 @@ def stage(stage_name: str, run_path: str) -> None:
     # OpenMP reads this once, when torch is loaded. Threads that spin at barriers starve each other
     # as soon as anything else runs on the cores: 11 tok/s instead of 139 was seen; alone no change.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from kimi_eagle.stages import module
+    from kimi_eagle.stages import UPSTREAM, module
     from kimi_eagle.stages.context import open_context, recipe_digest
     from kimi_eagle.worker import Stopped, Worker
 
     ctx = open_context(run_path)
+    ctx.reading = UPSTREAM.get(stage_name, ())
     folder = ctx.run.stage(stage_name)
     try:
         with Worker(folder, recipe_digest=recipe_digest(ctx.recipe)) as worker:
@@ -221,7 +223,7 @@ def status(run_path: str | None, as_json: bool) -> None:
         opened = open_run(path)
         views = [view(opened, name) for name in STAGES]
         found[path] = {"stages": [v.__dict__ | {"state": v.state} for v in views]}
-        found[path]["result"] = headline(opened)
+        found[path]["result"] = headline(opened) if views[-1].state == "done" else None
         if not as_json:
             click.echo(path)
             for v in views:
@@ -247,8 +249,9 @@ def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
     from kimi_eagle.survey import explain as explain_run
 
     opened = open_run(run_path)
-    source = recipe or opened.recipe_path()
-    current = recipes.load(source) if source and os.path.exists(source) else opened.recipe()
+    own = opened.recipe_path()
+    source = recipe or (own if own and own.is_file() else None)
+    current = recipes.load(source) if source else opened.recipe()
     found = explain_run(Context(opened, current))
     if as_json:
         print_json(found)
@@ -272,7 +275,24 @@ def report(run_path: str) -> None:
     click.echo(ctx.run.report)
 
 
-# -- tidying -----------------------------------------------------------------------------------
+# -- mending and tidying ------------------------------------------------------------------------
+
+
+@main.command()
+@click.argument("run_path", metavar="RUN", type=_PATH)
+@json_option
+def retry(run_path: str, as_json: bool) -> None:
+    """Open failed and damaged units again; `run` then does only those."""
+    from kimi_eagle import housekeeping
+    from kimi_eagle.stages.context import open_context
+
+    found = housekeeping.retry(open_context(run_path))
+    if as_json:
+        print_json(found)
+    else:
+        for name, count in found.items():
+            click.echo(f"{name:<10} {count} unit{'s' if count > 1 else ''} open again")
+        click.echo("now: kimi-eagle run RECIPE" if found else "no failed or damaged unit")
 
 
 @main.command()

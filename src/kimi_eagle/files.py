@@ -65,7 +65,8 @@ def _temporary(path: Path, data: bytes | str, *, sync: bool) -> Iterator[Path]:
     temp = temporary_name(path)
     try:
         with open(temp, "wb") as f:
-            f.write(data.encode() if isinstance(data, str) else data)
+            # A lone surrogate in a quoted input must not hide the error that quotes it.
+            f.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
             if sync:
                 f.flush()
                 os.fsync(f.fileno())

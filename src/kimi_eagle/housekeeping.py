@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle import files, liveness
+from kimi_eagle import files
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.stages.context import Context
-from kimi_eagle.survey import all_workers, survey
+from kimi_eagle.survey import live_workers, survey
 
 
 def gc(ctx: Context, *, dry_run: bool) -> dict[str, Any]:
@@ -23,9 +23,10 @@ def gc(ctx: Context, *, dry_run: bool) -> dict[str, Any]:
     doomed: list[Path] = []
     for state in survey(ctx):
         folder = ctx.run.stage(state.name)
-        if state.state == "waiting" or not folder.path.is_dir():
+        if state.state in ("waiting", "failed") or not folder.path.is_dir():
             continue  # its units cannot be known yet, so nothing of it is known to be garbage
-        keep_records = {f"{u.name}.{u.key}.json" for u in state.units}
+        keys = [f"{u.name}.{u.key}" for u in state.units]
+        keep_records = {f"{k}.{end}" for k in keys for end in ("json", "failed")}
         records = ctx.ledger(state.name).records(state.units)
         keep_files = {f["name"].split("/")[0] for r in records for f in r.data["files"]}
         keep_files |= {f"work-{u.key}" for u in state.open_units}
@@ -41,8 +42,27 @@ def gc(ctx: Context, *, dry_run: bool) -> dict[str, Any]:
     return {"removed": len(doomed), "bytes": freed, "dry_run": dry_run}
 
 
+def retry(ctx: Context) -> dict[str, int]:
+    """Set aside the records of failed units, and of units whose files are gone or cut short."""
+    _refuse_live(ctx.run)
+    found: dict[str, int] = {}
+    states = {s.name: s for s in survey(ctx)}
+    for name in STAGES:
+        ledger, state = ctx.ledger(name), states[name]
+        freed = name == "extract" and states["train"].state == "done"
+        for record in ledger.records(state.units):
+            if record.state == "failed":
+                ledger.set_aside(record, "failed")
+            elif not freed and record.files_whole():
+                ledger.set_aside(record, "damaged")
+            else:
+                continue
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
 def clean_hidden(ctx: Context) -> dict[str, Any]:
-    """Delete the hidden states of a finished run; its records stay, marked as freed."""
+    """Delete the hidden states of a finished run; its records stay, so nothing is done again."""
     _refuse_live(ctx.run)
     states = {s.name: s for s in survey(ctx)}
     if states["train"].state != "done":
@@ -61,11 +81,9 @@ def clean_hidden(ctx: Context) -> dict[str, Any]:
 
 
 def _refuse_live(run: RunDir) -> None:
-    watch = liveness.Watch()
     for name in STAGES:
-        for worker in all_workers(run.stage(name)):
-            if watch.alive(worker["id"], worker) is not False:
-                raise RunError(f"a worker is alive (pid {worker['pid']})", where=name)
+        if alive := live_workers(run.stage(name)):
+            raise RunError(f"a worker is alive (pid {alive[0]['pid']})", where=name)
 
 
 def _size(path: Path) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kimi_eagle import files
+from kimi_eagle.errors import RunError
 from kimi_eagle.rundir import StageDir
 
 KEY_DIGITS = 16
@@ -25,13 +26,14 @@ class Unit:
     """The smallest piece of a stage that is done or not.
 
     name: stable within the stage, such as `00003`. parts: everything that makes the unit's bytes
-    what they are; its digest is the key. tokens: size for progress. payload: what the stage needs
-    to do it, not part of the key.
+    what they are; its digest is the key. tokens: size for progress. samples: what is lost with it.
+    payload: what the stage needs to do it, not part of the key.
     """
 
     name: str
     parts: dict[str, Any]
     tokens: int = 0
+    samples: int = 1
     payload: Any = field(default=None, compare=False, repr=False)
 
     @property
@@ -97,15 +99,24 @@ class Ledger:
 
     def record(self, unit: Unit) -> Record | None:
         """The record of the unit under its current key."""
-        data = files.read_json(self.record_path(unit))
-        return Record(self.dir, data) if data else None
+        path = self.record_path(unit)
+        data = files.read_json(path)
+        if data is None and not path.exists():
+            return None
+        if not isinstance(data, dict) or "files" not in data or "state" not in data:
+            raise RunError("not a record", where=path, fix="remove it: its unit is then open")
+        return Record(self.dir, data)
 
     def recorded_names(self) -> set[str]:
         """`UNIT.KEY` of every record, from one directory listing (10,000 units: some 10 ms)."""
         try:
-            return {p.name.removesuffix(".json") for p in self.dir.records.iterdir()}
+            return {p.stem for p in self.dir.records.iterdir() if p.suffix == ".json"}
         except FileNotFoundError:
             return set()
+
+    def failed_names(self) -> set[str]:
+        """`UNIT.KEY` of the records that say failed."""
+        return {p.stem for p in self.dir.records.glob("*.failed")}
 
     def open_units(self, units: Iterable[Unit]) -> list[Unit]:
         """Units without a record of their current key, in order."""
@@ -125,13 +136,19 @@ class Ledger:
         return sorted(found, key=lambda r: r.data.get("ended", 0), reverse=True)
 
     def create_record(self, unit: Unit, data: dict[str, Any]) -> bool:
-        """First record wins; False when the unit had one already."""
+        """First record wins; False when the unit had one already.
+
+        A failed one gets a mark beside it, so that status need not read every record.
+        """
+        if data["state"] == "failed":
+            files.write_atomic(self.record_path(unit).with_suffix(".failed"), "")
         return files.create_exclusive(self.record_path(unit), files.to_json(data) + "\n")
 
     def set_aside(self, record: Record, reason: str) -> Path:
         """Rename a record so that its unit counts as not done; the reason goes into the name."""
         path = self.dir.records / f"{record.unit}.{record.key}.json"
         target = path.with_name(f"{path.stem}.aside-{reason}-{int(time.time() * 1000)}")
+        path.with_suffix(".failed").unlink(missing_ok=True)
         path.rename(target)
         files.fsync_dir(path.parent)
         return target

@@ -16,9 +16,18 @@ from typing import Any
 
 from kimi_eagle import files, liveness
 from kimi_eagle.errors import RunError
-from kimi_eagle.rundir import RunDir, StageDir
+from kimi_eagle.recipe import STAGES, Recipe
+from kimi_eagle.rundir import RunDir, StageDir, follow
+from kimi_eagle.stages import module
 from kimi_eagle.stages.context import Context, recipe_digest
-from kimi_eagle.survey import StageState, StageView, all_workers, survey, view
+from kimi_eagle.survey import (
+    StageState,
+    StageView,
+    all_workers,
+    live_workers,
+    survey,
+    view,
+)
 
 POLL_SECONDS = 0.5
 _GPUS = "KIMI_EAGLE_CUDA_VISIBLE_DEVICES"
@@ -27,28 +36,42 @@ Watcher = Callable[[list[StageState], StageView | None], None]
 """Called with the survey and, while a stage runs, its view; draws the progress bars."""
 
 
-def run_stages(run: RunDir, until: str | None, watcher: Watcher) -> list[StageState]:
+def run_stages(
+    run: RunDir, recipe: Recipe, recipe_path: Path, until: str | None, watcher: Watcher
+) -> list[StageState]:
     """Do all stages that are not done (up to `until`); returns the final survey.
 
-    Raises RunError when a stage ended without finishing its units.
+    Raises UsageError where the recipe cannot be done, before anything of the run is changed, and
+    RunError when a stage ended without finishing its units.
     """
-    _become_driver(run, watcher)
+    digest = recipe_digest(recipe)
+    _become_driver(run, digest, watcher)
     try:
-        ctx = Context(run, run.recipe())
-        _refuse_other_recipe(run, recipe_digest(ctx.recipe))
+        _refuse_other_recipe(run, digest)
+        ctx = Context(run, recipe)
         ctx.preflight()
+        follow(run, recipe, recipe_path)
         launched: set[str] = set()
+        watch = liveness.Watch()
         while True:
             states = survey(ctx)
+            _publish(ctx, states)
             watcher(states, None)
             todo = next((s for s in states if s.state in ("open", "failed")), None)
             if todo is None or (until and _past(states, todo.name, until)):
                 return states
             if todo.state == "failed":
                 raise RunError(todo.reason)
-            _stage(run, todo, states, watcher, launched)
+            _stage(run, todo, states, watcher, watch, launched)
     finally:
-        _driver(run).unlink(missing_ok=True)
+        run.driver.unlink(missing_ok=True)
+
+
+def _publish(ctx: Context, states: list[StageState]) -> None:
+    """Show the results of the current recipe, also those that an earlier run had made."""
+    for state in states:
+        if state.state == "done" and hasattr(module(state.name), "publish"):
+            module(state.name).publish(ctx)
 
 
 def _past(states: list[StageState], name: str, until: str) -> bool:
@@ -61,15 +84,15 @@ def _stage(
     todo: StageState,
     states: list[StageState],
     watcher: Watcher,
+    watch: liveness.Watch,
     launched: set[str],
 ) -> None:
     """Attach to the stage's live process or launch one, and follow it to its end."""
     folder = run.stage(todo.name).make()
     pid_file = folder.path / "launch.json"
-    watch = liveness.Watch()
     if not _live(folder, pid_file, watch):
         if todo.name in launched:
-            raise RunError(_why(folder), where=todo.name, fix=f"read {_newest_log(folder)}")
+            raise RunError(_why(folder), where=todo.name)
         launched.add(todo.name)
         job = _launch(run, folder, pid_file)
     else:
@@ -87,6 +110,8 @@ def _launch(run: RunDir, folder: StageDir, pid_file: Path) -> Any:
     import submitit
 
     folder.stop.unlink(missing_ok=True)
+    # A grp.py in the user's folder must not become the standard library's.
+    os.environ["PYTHONSAFEPATH"] = "1"
     os.environ[_GPUS] = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
     executor = submitit.LocalExecutor(folder=folder.log)
     executor.update_parameters(timeout_min=60 * 24 * 365, stderr_to_stdout=True)
@@ -126,7 +151,7 @@ def _why(folder: StageDir) -> str:
     last = next((x for x in reversed(lines) if x.strip() and "submitit" not in x), "no log")
     if error:
         return error.removeprefix(f"{folder.path.name}: ")
-    return f"the stage died without a word; last line of its log: {last.strip()}"
+    return f"the stage died without a word; the last line of {log}: {last.strip()}"
 
 
 def _newest_log(folder: StageDir) -> Path | None:
@@ -137,20 +162,24 @@ def _newest_log(folder: StageDir) -> Path | None:
 # -- one driver at a time ----------------------------------------------------------------------
 
 
-def _driver(run: RunDir) -> Path:
-    return run.path / "driver.json"
+def _become_driver(run: RunDir, digest: str, watcher: Watcher) -> None:
+    """Wait, watching, while another `kimi-eagle run` drives this run; take over when it is gone.
 
-
-def _become_driver(run: RunDir, watcher: Watcher) -> None:
-    """Wait, watching, while another `kimi-eagle run` drives this run; take over when it is gone."""
-    path, watch = _driver(run), liveness.Watch()
-    while not files.create_exclusive(path, files.to_json(liveness.identity())):
-        who = files.read_json(path)
-        if who is None or watch.alive("driver", who) is False:
-            path.unlink(missing_ok=True)
+    RunError where the other one follows another recipe.
+    """
+    watch, me = liveness.Watch(), {**liveness.identity(), "recipe": digest}
+    while not files.create_exclusive(run.driver, files.to_json(me)):
+        who = files.read_json(run.driver)
+        if not isinstance(who, dict) or watch.alive("driver", who) is False:
+            run.driver.unlink(missing_ok=True)
             continue
-        from kimi_eagle.recipe import STAGES
-
+        if who.get("recipe") != digest:
+            raise RunError(
+                f"another `run` is working here by another recipe (pid {who.get('pid')} on"
+                f" {who.get('host')})",
+                where=run.path,
+                fix="wait for it or stop it, or choose another --run DIR",
+            )
         running = next((v for s in STAGES if (v := view(run, s, watch)).workers), None)
         watcher([], running)
         time.sleep(POLL_SECONDS)
@@ -158,12 +187,9 @@ def _become_driver(run: RunDir, watcher: Watcher) -> None:
 
 def _refuse_other_recipe(run: RunDir, digest: str) -> None:
     """A live worker of an earlier recipe would go on making what nobody wants any more."""
-    from kimi_eagle.recipe import STAGES
-
-    watch = liveness.Watch()
     for stage in STAGES:
-        for worker in all_workers(run.stage(stage)):
-            if watch.alive(worker["id"], worker) is False or worker["recipe"] == digest:
+        for worker in live_workers(run.stage(stage)):
+            if worker.get("recipe") == digest:
                 continue
             raise RunError(
                 f"a worker of an earlier recipe is still running (pid {worker['pid']}"

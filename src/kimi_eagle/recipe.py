@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -24,7 +24,7 @@ STAGES = ("regenerate", "prepare", "extract", "vocab", "train", "benchmark")
 class Section(BaseModel):
     """Base of all recipe sections: unknown keys refused, values frozen, no silent coercion."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class VerifierSection(Section):
@@ -146,8 +146,8 @@ class ExtractSection(Section):
     """Ids k of 'the state entering layer k', ascending; the last one is the number of layers:
     the state after the last layer, before the final norm (target of the loss)."""
     probe_min_agreement: float = Field(default=0.9, ge=0, le=1)
-    """Share of tokens for which norm + lm_head of the last state must name the engine's own next
-    token (generated text, greedy) or the gate stays shut; text not by the verifier: set lower."""
+    """Share of positions at which norm + lm_head of the last state must name the next token: the
+    engine's own after each sample, and those of answers that the verifier wrote greedily."""
     engine: StageEngineSection = StageEngineSection()
 
 
@@ -220,10 +220,10 @@ class BenchmarkSection(Section):
     prompts: str
     """JSONL of held-out prompts (same forms as a source)."""
     limit: int | None = Field(default=None, gt=0)
-    k: int = Field(default=3, ge=1)
+    k: int = Field(default=3, ge=1, le=64)
     """Draft tokens a step (num_speculative_tokens)."""
     max_tokens: int = Field(default=128, ge=1)
-    batch_sizes: tuple[int, ...] = (1,)
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
     """Sequences in flight; the first one gives the headline figures."""
     engine: StageEngineSection = StageEngineSection()
 
@@ -258,12 +258,17 @@ class Recipe(Section):
         layers = self.extract.layers
         if len(layers) < 2 or list(layers) != sorted(set(layers)) or layers[0] < 0:
             raise ValueError("extract.layers: expected at least 2 ascending distinct ids >= 0")
-        for stage in ("extract", "regenerate", "benchmark"):
-            engine = self.engine_for(stage)
-            if stage == "extract" and engine.max_model_len < self.prepare.max_length + 1:
+        for stage, needed in (
+            ("extract", self.prepare.max_length),
+            ("regenerate", self.regenerate.max_tokens),
+            ("benchmark", self.benchmark.max_tokens),
+        ):
+            length = self.engine_for(stage).max_model_len
+            if length <= needed:
+                name = "prepare.max_length" if stage == "extract" else f"{stage}.max_tokens"
                 raise ValueError(
-                    f"prepare.max_length {self.prepare.max_length} needs extract's engine "
-                    f"max_model_len >= {self.prepare.max_length + 1}, got {engine.max_model_len}"
+                    f"{name} {needed} needs max_model_len > {needed} in [{stage}.engine], "
+                    f"got {length}"
                 )
         names = [s.name or Path(s.path).stem for s in self.sources]
         if len(set(names)) != len(names):
@@ -304,7 +309,10 @@ def parse(data: dict[str, Any], *, where: object, base: Path) -> Recipe:
 
 def _absolute(recipe: Recipe, base: Path) -> Recipe:
     def full(text: str) -> str:
-        return str((base / Path(text).expanduser()).resolve())
+        try:
+            return str((base / Path(text).expanduser()).resolve())
+        except (ValueError, RuntimeError) as e:
+            raise UsageError(f"not a path: {text!r} ({e})", where=base) from None
 
     template = recipe.template
     if template.chat_template:

@@ -23,13 +23,12 @@ A run stays when its recipe changes: records carry keys, so old results are simp
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from kimi_eagle import files
 from kimi_eagle.errors import UsageError
-from kimi_eagle.recipe import STAGES, Recipe, load, parse
+from kimi_eagle.recipe import STAGES, Recipe, parse
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,11 @@ class RunDir:
         return self.path / "run.json"
 
     @property
+    def driver(self) -> Path:
+        """Who is running this run's stages now (`kimi-eagle run`)."""
+        return self.path / "driver.json"
+
+    @property
     def draft(self) -> Path:
         return self.path / "draft"
 
@@ -113,8 +117,8 @@ class RunDir:
     def recipe(self) -> Recipe:
         """The resolved recipe that this run follows."""
         spec = files.read_json(self.spec)
-        if spec is None:
-            raise UsageError("not a run directory (no run.json)", where=self.path)
+        if not isinstance(spec, dict) or not isinstance(spec.get("recipe"), dict):
+            raise UsageError("not a run directory (no whole run.json)", where=self.path)
         return parse(spec["recipe"], where=self.spec, base=self.path)
 
     def recipe_path(self) -> Path | None:
@@ -133,33 +137,42 @@ def open_run(path: str | Path) -> RunDir:
     return run
 
 
-def create_run(recipe_path: Path, path: Path) -> RunDir:
-    """Make the run directory of a recipe, or bring an existing one up to the recipe."""
-    recipe = load(recipe_path)
+def create_run(path: Path) -> RunDir:
+    """Make a run directory, or open the one that is there.
+
+    UsageError where it cannot be written, or holds files of something else.
+    """
     run = RunDir(path.resolve())
     if path.exists() and not path.is_dir():
         raise UsageError("the run directory is a file", where=path)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        text = Path(recipe_path).read_text(encoding="utf-8")
-        files.write_atomic(run.path / "recipe.toml", text)
-        files.write_atomic(run.spec, spec_text(recipe, recipe_path))
+        ours = run.spec.exists() or run.driver.exists() or not any(run.path.iterdir())
+        files.write_atomic(run.path / ".writable", "")
+        (run.path / ".writable").unlink()
     except OSError as e:
         raise UsageError(
             f"the run directory cannot be written: {e.strerror}",
             where=path,
             fix="choose another with --run DIR",
         ) from None
-    if not os.access(run.path, os.W_OK):
-        raise UsageError("the run directory is read-only", where=path, fix="choose --run DIR")
+    if not ours:
+        raise UsageError(
+            "the folder holds files but no run",
+            where=path,
+            expected="an empty folder or a run directory",
+            fix="choose another with --run DIR",
+        )
     return run
 
 
-def spec_text(recipe: Recipe, recipe_path: Path) -> str:
-    """run.json: the resolved recipe and where it came from."""
+def follow(run: RunDir, recipe: Recipe, recipe_path: Path) -> None:
+    """Make the run follow this recipe from now on (run.json for stages, recipe.toml for people)."""
     spec = {
         "format": "run/1",
         "recipe": recipe.model_dump(mode="json", exclude_none=True),
         "recipe_path": str(Path(recipe_path).resolve()),
     }
-    return json.dumps(spec, indent=1, sort_keys=True) + "\n"
+    text = Path(recipe_path).read_text(encoding="utf-8")
+    files.write_atomic(run.path / "recipe.toml", text)
+    files.write_atomic(run.spec, json.dumps(spec, indent=1, sort_keys=True) + "\n")

@@ -7,6 +7,7 @@ heartbeats, for status and progress bars (no torch, no tokenizer).
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +131,7 @@ def view(run: RunDir, name: str, watch: liveness.Watch | None = None) -> StageVi
     """Count records and heartbeats of a stage."""
     stage_dir = run.stage(name)
     ledger, seen = Ledger(stage_dir), StageView(name)
-    names, every = ledger.recorded_names(), all_workers(stage_dir)
+    names, failed, every = ledger.recorded_names(), ledger.failed_names(), all_workers(stage_dir)
     seen.workers = [w for w in every if (watch or liveness.Watch()).alive(w["id"], w) is not False]
     if every and not seen.workers:
         seen.error = max(every, key=lambda w: w["started"]).get("error")
@@ -138,7 +139,10 @@ def view(run: RunDir, name: str, watch: liveness.Watch | None = None) -> StageVi
     for unit in ledger.planned() or []:
         seen.units += 1
         seen.tokens_total += unit["tokens"]
-        if f"{unit['name']}.{unit['key']}" in names:
+        name = f"{unit['name']}.{unit['key']}"
+        if name in failed:
+            seen.failed += 1
+        elif name in names:
             seen.done += 1
             seen.tokens_done += unit["tokens"]
         elif unit["name"] in fractions:
@@ -150,7 +154,18 @@ def view(run: RunDir, name: str, watch: liveness.Watch | None = None) -> StageVi
 def all_workers(stage_dir: StageDir) -> list[dict[str, Any]]:
     """The files of all workers of a stage, dead or alive."""
     found = [files.read_json(p) for p in sorted(stage_dir.workers.glob("*.json"))]
-    return [w for w in found if w]
+    return [w for w in found if isinstance(w, dict) and "id" in w]
+
+
+def live_workers(stage_dir: StageDir) -> list[dict[str, Any]]:
+    """The workers of a stage that live; waits up to 3 beats where only a heartbeat can tell."""
+    watch = liveness.Watch()
+    while True:
+        workers = all_workers(stage_dir)
+        verdicts = [(watch.alive(w["id"], w), w) for w in workers]
+        if all(alive is not None for alive, _ in verdicts):
+            return [w for alive, w in verdicts if alive]
+        time.sleep(liveness.BEAT_SECONDS / 2)
 
 
 def times(run: RunDir, records: list[Record]) -> dict[str, float]:

@@ -33,6 +33,9 @@ METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_di
 SPLIT = re.compile(r"^(?P<split>[A-Za-z_]+)-\d+-of-\d+\.")
 BATCH_ROWS = 512
 
+ROW_FAULTS = (TypeError, ValueError, AttributeError, KeyError, RecursionError, OverflowError)
+"""What odd values of a row raise in the middle of parsing (dates, bytes, nesting 900 deep)."""
+
 Row = Conversation | TokenRow
 
 
@@ -110,9 +113,17 @@ def read_rows(
             try:
                 if isinstance(row, RowError):
                     raise row
-                yield parse_row(row, source.format, source=name, where=where, vocab_size=vocab_size)
+                parsed = parse_row(
+                    row, source.format, source=name, where=where, vocab_size=vocab_size
+                )
+                parsed.id  # noqa: B018  what cannot be hashed as JSON cannot be worked with
             except RowError as e:
                 yield Reject.of(e, where, name)
+            except ROW_FAULTS as e:
+                fault = RowError("bad-value", f"{type(e).__name__}: {e}"[:200])
+                yield Reject.of(fault, where, name)
+            else:
+                yield parsed
 
 
 def find_files(path: Path) -> list[Path]:
@@ -237,12 +248,25 @@ def _table(file: Path, format: str) -> Iterator[tuple[int, Any]]:
         wanted = [*needed, *(c for c in beside if c in columns)]
         number = 0
         for batch in batches(wanted):
-            rows = _token_rows(batch) if format == "tokens" else batch.to_pylist()
-            for row in rows:
+            for row in _token_rows(batch) if format == "tokens" else _text_rows(batch):
                 number += 1
                 yield number, row
     except pa.ArrowInvalid as e:
         raise UsageError(f"not {file.suffix[1:]}: {str(e).splitlines()[0]}", where=file) from None
+
+
+def _text_rows(batch: Any) -> Iterator[Any]:
+    """Rows as dicts; one whose bytes are no UTF-8 as a RowError, without losing its neighbours."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except UnicodeDecodeError:
+        pass
+    for i in range(batch.num_rows):
+        try:
+            yield batch.slice(i, 1).to_pylist()[0]
+        except UnicodeDecodeError as e:
+            yield RowError("not-utf8", f"byte {e.start}: {e.reason}")
 
 
 def _parquet(file: Path):
@@ -269,7 +293,12 @@ def _arrow(file: Path):
 
 def _token_rows(batch: Any) -> Iterator[dict[str, Any]]:
     """Token lists as NumPy arrays: a Python list of integers would take ten times the time."""
+    import pyarrow as pa
+
     ids, mask = batch.column("input_ids"), batch.column("loss_mask")
+    for name, column in (("input_ids", ids), ("loss_mask", mask)):
+        if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+            raise UsageError(f"column {name} is {column.type}", expected="a list of integers")
     for i in range(batch.num_rows):
         yield {
             name: column[i].values.to_numpy(zero_copy_only=False)

@@ -54,7 +54,7 @@ class ChatTemplate:
         self.arguments: dict[str, Any] = dict(section.arguments)
         if section.thinking is not None:
             self.arguments[section.thinking_argument] = section.thinking
-        self.source = self._override or self._own_source()
+        self.source = self._own_source() if self._override is None else self._override
         self._check_arguments()
 
     # -- prompts -------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class ChatTemplate:
 
     def _check_arguments(self) -> None:
         """UsageError for an argument that neither the template nor the tokenizer ever reads."""
-        read = template_variables(self.source, self._override or self.verifier.path)
+        read = template_variables(self.source, self.section.chat_template or self.verifier.path)
         read |= set(inspect.signature(type(self.tokenizer).apply_chat_template).parameters)
         for name in self.arguments:
             if name in OWN_ARGUMENTS or name not in read:

@@ -42,6 +42,8 @@ class Context:
 
     run: RunDir
     recipe: Recipe
+    reading: tuple[str, ...] = ()
+    """Stages whose files are about to be read: their gates also look whether all are there."""
 
     @cached_property
     def verifier(self) -> Verifier:
@@ -56,6 +58,18 @@ class Context:
                 f"vocab.draft_vocab_size is {size}",
                 where=self.recipe.name,
                 expected=f"at most the verifier's {verifier.vocab_size}",
+            )
+        if self.recipe.extract.layers[-1] != verifier.num_layers:
+            raise UsageError(
+                f"extract.layers ends with {self.recipe.extract.layers[-1]}",
+                where=self.recipe.name,
+                expected=f"{verifier.num_layers}: the state after the last layer is the target",
+            )
+        if bad := [t for t in self.recipe.vocab.force_tokens if not 0 <= t < verifier.vocab_size]:
+            raise UsageError(
+                f"vocab.force_tokens holds {bad[0]}",
+                where=self.recipe.name,
+                expected=f"ids from 0 to {verifier.vocab_size - 1}",
             )
         return verifier
 
@@ -100,7 +114,7 @@ class Context:
         load_workload(self.recipe, self.template)
         if not self.selection.rows:
             faults = {r.rule for r in self.selection.rejects}
-            raise RunError("no usable row in the sources", expected=f"not {', '.join(faults)}")
+            raise RunError(f"no usable row in the sources: {', '.join(sorted(faults)) or 'empty'}")
 
     def gate(self, stage: str) -> list[Record]:
         """Records of all units of an upstream stage, or Waiting / GateShut."""
@@ -109,6 +123,8 @@ class Context:
             raise Waiting(stage, len(open_units))
         records = ledger.records(units)
         self._judge(stage, units, records)
+        if stage in self.reading and (fault := next(filter(None, map(_fault, records)), None)):
+            raise GateShut(fault, fix=f"kimi-eagle retry {self.run.path} makes that unit again")
         return [r for r in records if r.state == "done"]
 
     def _judge(self, stage: str, units: list[Unit], records: list[Record]) -> None:
@@ -117,7 +133,7 @@ class Context:
         lost = sum(r.counts.get("rejected", 0) for r in records if r.state == "done")
         kept = sum(r.counts.get("samples", 0) for r in records if r.state == "done")
         by_name = {u.name: u for u in units}
-        lost += sum(len(by_name[r.unit].payload or [1]) for r in failed)
+        lost += sum(by_name[r.unit].samples for r in failed)
         share = lost / max(1, lost + kept)
         if share > self.recipe.allow_rejected:
             why = f"; unit {failed[0].unit}: {failed[0].info['reasons'][-1]}" if failed else ""
@@ -125,8 +141,12 @@ class Context:
                 f"{lost} of {lost + kept} samples rejected or in failed units{why}",
                 where=f"gate after {stage}",
                 expected=f"a share of at most allow_rejected = {self.recipe.allow_rejected}",
-                fix=f"look at {self.run.stage(stage).log}, or raise allow_rejected in the recipe",
+                fix=f"look at {self.run.stage(stage).log}, then kimi-eagle retry {self.run.path}",
             )
+
+
+def _fault(record: Record) -> str | None:
+    return record.files_whole()
 
 
 def open_context(path: str | Path) -> Context:

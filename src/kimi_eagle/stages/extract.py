@@ -45,6 +45,7 @@ def plan(ctx: Context) -> list[Unit]:
             name=part["name"],
             parts={**common, "samples": part["digest"]},
             tokens=part["tokens"],
+            samples=part["samples"],
             payload=prepared.path(f".{part['name']}.tokens.parquet"),
         )
         for part in prepared.info["parts"]
@@ -84,6 +85,7 @@ def _extract(
     """One unit: part in, shard out; a sample with inf or NaN is tried alone once, then rejected."""
     section, part = ctx.recipe.extract, samples.read_samples(attempt.unit.payload)
     before = worker.tokens
+    greedy = ctx.recipe.regenerate.enabled and ctx.recipe.regenerate.temperature == 0
     probe.agreed = probe.seen = 0
     paths = [attempt.path("safetensors"), attempt.path("index.parquet")]
     writer = ShardWriter(
@@ -98,7 +100,10 @@ def _extract(
         if not states.isfinite().all():
             return False
         ids, mask = sample.input_ids, sample.loss_mask
-        probe.add(states[:, -1], ids, mask, next_token, limit=PROBED_POSITIONS)
+        # Text that the verifier did not write greedily says nothing about its next token; the
+        # engine's own choice after the last token always does.
+        own = mask if greedy and sample.finish_reason != "given" else mask & False
+        probe.add(states[:, -1], ids, own, next_token, limit=PROBED_POSITIONS)
         writer.add(sample.sample_id, states, ids, mask)
         worker.tokens = before + writer.tokens
         worker.progress(writer.tokens / attempt.unit.tokens, worker.tokens)
@@ -114,8 +119,7 @@ def _extract(
                 f"{probe.agreement:.1%} of {probe.seen} positions",
                 where=f"unit {attempt.unit.name}",
                 expected=f"at least {section.probe_min_agreement:.0%}",
-                fix="check extract.layers (the last id must be the number of layers); for answers "
-                "that the verifier did not write greedily lower probe_min_agreement",
+                fix="check extract.layers: the last id must be the number of layers",
             )
     counts = {
         "samples": len(part) - len(rejected),

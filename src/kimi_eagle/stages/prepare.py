@@ -7,8 +7,10 @@ order by hash(seed, sample) -> parts of `unit_tokens`, each of which is one unit
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from kimi_eagle import files
 from kimi_eagle.data import samples
 from kimi_eagle.data.answers import read_answers
 from kimi_eagle.data.rejects import Reject, RejectLog
@@ -40,6 +42,7 @@ def plan(ctx: Context) -> list[Unit]:
         "seed": ctx.recipe.seed,
         "answers": digest([r.data["files"][0]["xxh3"] for r in answers]),
         "given": digest(given),
+        "rejects": digest([asdict(r) for r in ctx.selection.rejects]),
     }
     return [Unit(name="all", parts=parts, tokens=len(rows), payload=answers)]
 
@@ -55,6 +58,7 @@ def work(ctx: Context, worker: Worker) -> None:
             rejects.extend(ctx.selection.rejects)
             found, truncated = _samples(ctx, attempt.unit.payload, rejects)
             kept = _shuffle(_fitted(ctx, found, rejects), ctx.recipe.seed)
+            rejects.write(attempt.path("rejects.jsonl"))
             rejects.write(ctx.run.rejects)
             rejects.check()
             if not kept:
@@ -63,7 +67,7 @@ def work(ctx: Context, worker: Worker) -> None:
                     where=ctx.run.rejects,
                     fix="raise regenerate.max_tokens or set prepare.keep_truncated_answers",
                 )
-            paths, parts = [], []
+            paths, parts = [attempt.path("rejects.jsonl")], []
             slices = cut([len(s.input_ids) for s in kept], section.unit_tokens)
             for number, part in enumerate(slices):
                 path = attempt.path(f"{number:05d}.tokens.parquet")
@@ -83,6 +87,14 @@ def work(ctx: Context, worker: Worker) -> None:
                 "rejects": rejects.by_rule,
             }
             attempt.commit(paths, counts=counts, info=info)
+
+
+def publish(ctx: Context) -> None:
+    """Make RUN/rejects.jsonl that of the current record."""
+    (record,) = ctx.gate("prepare")
+    found = record.path("rejects.jsonl").read_bytes()
+    if not ctx.run.rejects.is_file() or ctx.run.rejects.read_bytes() != found:
+        files.write_atomic(ctx.run.rejects, found)
 
 
 def _samples(ctx: Context, answers: list, rejects: RejectLog) -> tuple[list[Sample], int]:

@@ -41,6 +41,7 @@ def plan(ctx: Context) -> list[Unit]:
             name=f"{number:05d}",
             parts={**common, "conversations": digest([c.id for c in conversations[part]])},
             tokens=sum(sizes[part]),
+            samples=len(conversations[part]),
             payload=conversations[part],
         )
         for number, part in enumerate(cut(sizes, section.unit_tokens))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_eagle import files
-from kimi_eagle.errors import RunError
 from kimi_eagle.files import digest
 from kimi_eagle.ledger import Record, Unit
 from kimi_eagle.provenance import version
@@ -58,12 +57,6 @@ def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
 
     shards, mapping = attempt.unit.payload
     paths = [r.path(".safetensors") for r in shards]
-    if fault := next((f for r in shards if (f := r.files_whole())), None):
-        raise RunError(
-            fault,
-            expected="the states that extract recorded",
-            fix=f"remove {shards[0].stage_dir.records} to have them extracted again",
-        )
 
     def on_progress(step: dict[str, Any]) -> None:
         worker.tokens = step["tokens"]

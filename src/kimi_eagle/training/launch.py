@@ -90,9 +90,7 @@ def run(
     if found is None:
         raise RunError("the ranks ended without a result", where=workdir / "ranks.log")
     checkpoint = Path(found.pop("checkpoint")) if found.get("checkpoint") else None
-    return loop.TrainResult(
-        **{**found, "checkpoint": checkpoint, "curves": Path(found["curves"])}
-    )
+    return loop.TrainResult(**{**found, "checkpoint": checkpoint, "curves": Path(found["curves"])})
 
 
 def _torchrun(
