@@ -211,7 +211,7 @@ def test_bad_file_stops_with_one_line(tmp_path, name):
 def test_too_many_rejects_stop_and_name_the_three_most_frequent_rules(tmp_path):
     log = RejectLog(max_share=0.05)
     log.count_rows(100)
-    counts = {"duplicate": 3, "unknown-role": 2, "too-long": 1, "only-system": 1}
+    counts = {"broken-json": 3, "unknown-role": 2, "too-long": 1, "only-system": 1}
     row = 0
     for rule, number in counts.items():
         for _ in range(number):
@@ -221,7 +221,7 @@ def test_too_many_rejects_stop_and_name_the_three_most_frequent_rules(tmp_path):
         log.check()
     text = str(caught.value)
     assert "7.0% of 100 rows" in text and "at most 5.0%" in text
-    assert "duplicate x3 (first: f.jsonl row 1: why)" in text and "unknown-role x2" in text
+    assert "broken-json x3 (first: f.jsonl row 1: why)" in text and "unknown-role x2" in text
     assert "only-system" in text and "too-long" not in text  # ties by name
     assert log.by_source == {"s": counts}
     log.write(tmp_path / "rejects.jsonl")
@@ -235,7 +235,8 @@ def test_too_many_rejects_stop_and_name_the_three_most_frequent_rules(tmp_path):
     }
     log.count_rows(40)
     log.check()  # exactly 5%
-    log.add(Reject("duplicate", "again", "f.jsonl", 1, "s"))  # a row counts once
+    log.add(Reject("too-long", "again", "f.jsonl", 1, "s"))  # a row counts once
+    log.add(Reject("duplicate", "seen before", "f.jsonl", 90, "s"))  # and is no fault
     log.check()
     log.add(Reject("too-long", "a sample of no row known"))
     with pytest.raises(RunError, match="5.7%"):

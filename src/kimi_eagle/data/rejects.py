@@ -14,6 +14,9 @@ from pathlib import Path
 
 from kimi_eagle.errors import RowError, RunError
 
+DUPLICATE = "duplicate"
+"""Rule of rows seen before: merged data sets have many, and nothing is wrong with them."""
+
 
 @dataclass(frozen=True)
 class Reject:
@@ -65,10 +68,11 @@ class RejectLog:
 
     @property
     def share(self) -> float:
-        """Share of input rows with at least one reject: a row may lose several samples. Rejects
-        that name no row count one by one."""
-        rows = {(r.source, r.file, r.row) for r in self.rejects if r.row}
-        lost = len(rows) + sum(not r.row for r in self.rejects)
+        """Share of input rows with at least one fault: a row may lose several samples. Rejects
+        that name no row count one by one; a row seen before is left out but no fault."""
+        faults = [r for r in self.rejects if r.rule != DUPLICATE]
+        rows = {(r.source, r.file, r.row) for r in faults if r.row}
+        lost = len(rows) + sum(not r.row for r in faults)
         return lost / max(self.rows, lost, 1)
 
     def check(self) -> None:

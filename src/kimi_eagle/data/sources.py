@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kimi_eagle.data import formats
 from kimi_eagle.data.formats import FORMATS, detect_format, parse_row
-from kimi_eagle.data.rejects import Reject
+from kimi_eagle.data.rejects import DUPLICATE, Reject
 from kimi_eagle.data.rows import Conversation, TokenRow
 from kimi_eagle.errors import RowError, UsageError
 
@@ -84,7 +84,7 @@ def select(
                     continue
                 first = seen[key]
                 detail = f"same content as {first[0]} row {first[1]}"
-                row = Reject("duplicate", detail, row.where[0], row.where[1], name)
+                row = Reject(DUPLICATE, detail, row.where[0], row.where[1], name)
             count["rejected"] += 1
             rejects.append(row)
         rows.sort(key=lambda r: _rank(seed, r))
