@@ -264,7 +264,8 @@ class Recipe(Section):
             ("benchmark", self.benchmark.max_tokens),
         ):
             length = self.engine_for(stage).max_model_len
-            if length <= needed:
+            unused = stage == "regenerate" and not self.regenerate.enabled
+            if length <= needed and not unused:
                 name = "prepare.max_length" if stage == "extract" else f"{stage}.max_tokens"
                 raise ValueError(
                     f"{name} {needed} needs max_model_len > {needed} in [{stage}.engine], "

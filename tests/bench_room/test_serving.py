@@ -61,6 +61,7 @@ def recipe_for(folder: Path, verifier: Verifier) -> recipes.Recipe:
             "sources": [{"path": "unused.jsonl"}],
             "engine": {"max_model_len": 256, "max_num_batched_tokens": 256, "cpu_kv_cache_gib": 1},
             "prepare": {"max_length": 255},
+            "regenerate": {"enabled": False},
             "extract": {"layers": [2, 15, 27, 30]},
             "vocab": {"draft_vocab_size": 8},
             "benchmark": {

@@ -28,6 +28,7 @@ def recipe_for(prompts: Path, **benchmark):
             "verifier": {"path": "."},
             "sources": [{"path": "unused.jsonl"}],
             "engine": {"max_model_len": 256},
+            "regenerate": {"enabled": False},
             "prepare": {"max_length": 255},
             "extract": {"layers": [2, 30]},
             "vocab": {"draft_vocab_size": 64},
