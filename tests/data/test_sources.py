@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 
 import numpy as np
@@ -183,3 +184,29 @@ def test_no_duplicates_across_sources(rows):
     found = select([SourceSection(path=str(a)), SourceSection(path=str(b))], 0)
     assert [(r.rule, r.source, r.row) for r in found.rejects] == [("duplicate", "b", 1)]
     assert f"{a} row 2" in found.rejects[0].detail
+
+
+def test_odd_values_of_a_table_reject_their_row_alone(tmp_path):
+    raw = pa.array([b"good", b"bad \xff", b"fine"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    pq.write_table(pa.table({"prompt": text}), tmp_path / "text.parquet")
+    found = list(read_rows(SourceSection(path=str(tmp_path / "text.parquet"))))
+    assert [getattr(r, "rule", "") for r in found] == ["", "not-utf8", ""]
+
+    when = pa.array([[datetime.datetime(2026, 1, 1)], None])
+    pq.write_table(pa.table({"prompt": ["a", "b"], "tools": when}), tmp_path / "tools.parquet")
+    found = list(read_rows(SourceSection(path=str(tmp_path / "tools.parquet"))))
+    assert getattr(found[0], "rule", "").startswith("bad-") and isinstance(found[1], Conversation)
+
+    ids = pa.array([{"a": 1}])
+    pq.write_table(pa.table({"input_ids": ids, "loss_mask": [[True]]}), tmp_path / "ids.parquet")
+    with pytest.raises(UsageError, match="column input_ids is struct"):
+        list(read_rows(SourceSection(path=str(tmp_path / "ids.parquet"))))
+
+
+def test_rows_nested_too_deep_are_rejected(tmp_path):
+    deep = '{"prompt": "a", "tools": [' + '{"a":' * 900 + "1" + "}" * 900 + "]}"
+    (tmp_path / "deep.jsonl").write_text(deep + '\n{"prompt": "b"}\n')
+    found = list(read_rows(SourceSection(path=str(tmp_path / "deep.jsonl"))))
+    assert getattr(found[0], "rule", None) in ("bad-value", "broken-json")
+    assert isinstance(found[1], Conversation)
