@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ import zipfile
 from pathlib import Path
 
 from kimi_eagle.errors import KimiEagleError, RunError, UsageError
+from kimi_eagle.files import sha256_file
 
 NAME = "SmolLM2-135M-Instruct"
 MARKER = "kimi-eagle-model.json"
@@ -65,7 +65,7 @@ def is_complete(dest: Path) -> bool:
             file = dest / name
             if file.stat().st_size != want["size"]:
                 return False
-            if want["size"] < 16 << 20 and _sha256(file) != want["sha256"]:
+            if want["size"] < 16 << 20 and sha256_file(file) != want["sha256"]:
                 return False
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -255,7 +255,7 @@ def _seal(folder: Path) -> None:
     files = {}
     for file in sorted(folder.iterdir()):
         file.chmod(0o644)
-        files[file.name] = {"size": file.stat().st_size, "sha256": _sha256(file)}
+        files[file.name] = {"size": file.stat().st_size, "sha256": sha256_file(file)}
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
     marker = {"format": FORMAT, "source": _source(), "files": files}
@@ -282,11 +282,6 @@ def _put(made: Path, dest: Path, *, delete_old: bool, say) -> None:
     except OSError:
         if not is_complete(dest):  # else another set-up was faster, with the same result
             raise
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -171,10 +171,6 @@ class Ledger:
         if self.claimed_by(unit_name) == worker_id:
             (self.dir.claims / unit_name).unlink(missing_ok=True)
 
-    def break_claim(self, unit_name: str, worker_id: str) -> None:
-        """Remove the claim of a dead worker."""
-        self.release(unit_name, worker_id)
-
     # -- attempts ------------------------------------------------------------------------------
 
     def start_attempt(self, unit: Unit, note: dict[str, Any]) -> int:

