@@ -9,22 +9,15 @@ same from any working directory. The price: a recipe that is moved must take its
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from kimi_eagle.errors import UsageError
+from kimi_eagle.typed_toml import Section, read_toml, validated
 
 STAGES = ("regenerate", "prepare", "extract", "vocab", "train", "benchmark")
-
-
-class Section(BaseModel):
-    """Base of all recipe sections: unknown keys refused, values frozen, no silent coercion."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class VerifierSection(Section):
@@ -228,6 +221,64 @@ class BenchmarkSection(Section):
     engine: StageEngineSection = StageEngineSection()
 
 
+class SlurmSection(Section):
+    """How the run becomes Slurm jobs; where they run is the site file's matter. In no key."""
+
+    groups: tuple[tuple[str, ...], ...] = (
+        ("regenerate", "prepare"),
+        ("extract", "vocab"),
+        ("train", "benchmark"),
+    )
+    """Stages that share an allocation: the worker that finds the next stage's gate open goes on."""
+    workers: int = Field(default=1, ge=1, le=10_000)
+    """Jobs at work at once in groups with regenerate or extract, the canary among them."""
+    gpus: int = Field(default=8, ge=1, le=64)
+    """GPUs of each node of a job."""
+    nodes: dict[str, int] = {}
+    """Nodes of one job of a stage, 1 where unset. Only train can use more (torchrun)."""
+    cpu_stages: tuple[str, ...] = ()
+    """Stages whose jobs ask for no GPU; they form groups of their own."""
+    max_gpu_hours: float | None = Field(default=None, gt=0)
+    """The run stops when its jobs have held this many GPU hours."""
+    engine_load_minutes: float = Field(default=0.0, ge=0)
+    """Minutes that loading the verifier takes; a time limit under three loads is refused."""
+    max_attempts: int = Field(default=20, ge=1)
+    """Starts of one worker, requeues included, before its stage is held."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> SlurmSection:
+        named = [s for group in self.groups for s in group]
+        if sorted(named) != sorted(STAGES):
+            raise ValueError(f"slurm.groups: expected each of {', '.join(STAGES)} once")
+        if [STAGES.index(s) for s in named] != list(range(len(STAGES))):
+            raise ValueError(f"slurm.groups: expected the stages in order: {', '.join(STAGES)}")
+        if unknown := sorted({*self.nodes, *self.cpu_stages} - set(STAGES)):
+            raise ValueError(f"slurm: unknown stage {unknown[0]!r} in nodes or cpu_stages")
+        for stage, count in self.nodes.items():
+            if count < 1 or (count > 1 and (stage != "train" or ("train",) not in self.groups)):
+                raise ValueError(
+                    f"slurm.nodes: {stage} = {count}; expected 1, or more for train in a group of"
+                    " its own"
+                )
+        for group in self.groups:
+            if 0 < len(set(group) & set(self.cpu_stages)) < len(group):
+                raise ValueError(
+                    f"slurm.cpu_stages: the group {', '.join(group)} mixes stages with and without"
+                    " GPUs"
+                )
+        return self
+
+
+class NotifySection(Section):
+    """Who is told when a run ends, fails or is held."""
+
+    mail: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._+@-]{0,200}$")
+    """Address (or user) for Slurm's own mails: --mail-user."""
+    command: tuple[str, ...] = ()
+    """Program and arguments, run on the job's node; the event, the run and a sentence are added."""
+    on: tuple[Literal["end", "failure", "hold"], ...] = ("end", "failure", "hold")
+
+
 class Recipe(Section):
     """A whole recipe file; `load` reads one."""
 
@@ -247,11 +298,8 @@ class Recipe(Section):
     vocab: VocabSection
     train: TrainSection = TrainSection()
     benchmark: BenchmarkSection
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lists_to_tuples(cls, data: Any) -> Any:
-        return _tuples(data)
+    slurm: SlurmSection = SlurmSection()
+    notify: NotifySection = NotifySection()
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
@@ -288,24 +336,13 @@ def load(path: str | Path) -> Recipe:
     Raises UsageError naming file, key, what was expected and the nearest known key.
     """
     path = Path(path)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError("no such recipe", where=path, fix=_recipes_nearby(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise UsageError(f"not TOML: {e}", where=path) from None
-    except OSError as e:
-        raise UsageError(f"cannot be read: {e.strerror}", where=path) from None
+    data = read_toml(path, "recipe", Path("jobs"))
     return parse(data, where=path, base=path.resolve().parent)
 
 
 def parse(data: dict[str, Any], *, where: object, base: Path) -> Recipe:
     """Check recipe data; `base` is the folder that relative paths count from."""
-    try:
-        recipe = Recipe.model_validate(data)
-    except ValidationError as e:
-        raise UsageError(_first_fault(e), where=where) from None
-    return _absolute(recipe, base)
+    return _absolute(validated(Recipe, data, where), base)
 
 
 def _absolute(recipe: Recipe, base: Path) -> Recipe:
@@ -331,60 +368,3 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
             ),
         }
     )
-
-
-def _tuples(value: Any) -> Any:
-    """TOML has lists, frozen sections want tuples."""
-    if isinstance(value, dict):
-        return {k: _tuples(v) for k, v in value.items()}
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
-
-
-def _first_fault(error: ValidationError) -> str:
-    """One line for the first fault: key, what was expected, the nearest known key."""
-    faults = error.errors(include_url=False)
-    first = next((f for f in faults if f["type"] == "extra_forbidden"), faults[0])
-    key = ".".join(f"[{p}]" if isinstance(p, int) else str(p) for p in first["loc"])
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    if first["type"] == "extra_forbidden":
-        known = _known_keys(first["loc"][:-1])
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(known)}"
-        return f"unknown key {key!r}; {hint}{more}"
-    if first["type"] == "missing":
-        return f"missing key {key!r}; {_about(first['loc'])}{more}"
-    if not key:
-        return first["msg"].removeprefix("Value error, ") + more
-    return f"key {key!r}: got {first['input']!r}; {first['msg']}{more}"
-
-
-def _section(loc: tuple[int | str, ...]) -> type[BaseModel] | None:
-    model: Any = Recipe
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        model = model.model_fields[part].annotation if part in model.model_fields else None
-        for inner in getattr(model, "__args__", ()):
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                model = inner
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return None
-    return model
-
-
-def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
-    section = _section(loc)
-    return list(section.model_fields) if section else []
-
-
-def _about(loc: tuple[int | str, ...]) -> str:
-    section = _section(loc[:-1])
-    field = section.model_fields.get(str(loc[-1])) if section else None
-    return f"expected {field.annotation}" if field else "expected a value"
-
-
-def _recipes_nearby(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path("jobs")
-    found = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, found, n=1, cutoff=0.4)
-    return f"did you mean {folder / near[0]}?" if near else "give the path of a recipe file"

@@ -12,10 +12,19 @@
         files/            UNIT.aN.*: what records name; nothing else in here is data
         log/              standard output and error of every worker
         stop              asks the stage's workers to leave after their unit
+        held              why no worker may start here (too many deaths); `retry` removes it
+      held                the same for the whole run
       draft/              the exported draft model
       bench/results.json  what the benchmark found
       rejects.jsonl       input rows that were left out, with reasons
       report.html
+      slurm/              only where jobs were submitted
+        host.sh           the supervisor of every job, copied at submit
+        jobs/             SUFFIX.json: the book, one entry a submitted job or array
+        log/              what host.sh and Slurm say, and the sbatch files as submitted
+        starts/ use/      SUFFIX.TASK...: starts and GPU hours of every worker slot
+        stop/ beacon/     SUFFIX.TASK: asks one job to leave; how far it is, for squeue
+        submit.lock       one submit at a time
 
 A run stays when its recipe changes: records carry keys, so old results are simply not current.
 """
@@ -44,6 +53,10 @@ class StageDir:
     @property
     def stop(self) -> Path:
         return self.path / "stop"
+
+    @property
+    def held(self) -> Path:
+        return self.path / "held"
 
     @property
     def records(self) -> Path:
@@ -78,6 +91,51 @@ class StageDir:
 
 
 @dataclass(frozen=True)
+class SlurmDir:
+    """What belongs to the jobs of a run."""
+
+    path: Path
+
+    @property
+    def host(self) -> Path:
+        return self.path / "host.sh"
+
+    @property
+    def jobs(self) -> Path:
+        return self.path / "jobs"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def starts(self) -> Path:
+        return self.path / "starts"
+
+    @property
+    def use(self) -> Path:
+        return self.path / "use"
+
+    @property
+    def stop(self) -> Path:
+        return self.path / "stop"
+
+    @property
+    def beacon(self) -> Path:
+        return self.path / "beacon"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "submit.lock"
+
+    def make(self) -> SlurmDir:
+        """Create the folders; returns itself."""
+        for folder in (self.jobs, self.log, self.starts, self.use, self.stop, self.beacon):
+            folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+
+@dataclass(frozen=True)
 class RunDir:
     """One run: `open_run` or `create_run` give one."""
 
@@ -91,6 +149,14 @@ class RunDir:
     def driver(self) -> Path:
         """Who is running this run's stages now (`kimi-eagle run`)."""
         return self.path / "driver.json"
+
+    @property
+    def held(self) -> Path:
+        return self.path / "held"
+
+    @property
+    def slurm(self) -> SlurmDir:
+        return SlurmDir(self.path / "slurm")
 
     @property
     def draft(self) -> Path:

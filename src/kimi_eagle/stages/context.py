@@ -156,8 +156,11 @@ def open_context(path: str | Path) -> Context:
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """Stands for the whole recipe: tells a worker of an earlier recipe from one of this."""
-    return files.digest(recipe.model_dump(mode="json"))
+    """Stands for what a recipe makes: tells a worker of an earlier recipe from one of this.
+
+    How many jobs do it and who is told may change in the middle of a run.
+    """
+    return files.digest(recipe.model_dump(mode="json", exclude={"slurm", "notify"}))
 
 
 def cut(sizes: list[int], limit: int) -> list[slice]:
