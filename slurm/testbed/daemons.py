@@ -1,0 +1,186 @@
+"""Starting and stopping the daemons of a testbed, each in the foreground and known by its process.
+
+Order: munged, mariadbd, slurmdbd (slurmctld asks it at once), slurmctld, the slurmds. The choice
+against daemons that put themselves into the background: their pid files come late, hold ids only,
+and lie after a crash.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import processes
+from processes import Process
+from settings import Settings, Stop, find
+
+# What would change the commands' output or a daemon's mind.
+FOREIGN = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_",
+           "SALLOC_", "MYSQL_", "MUNGE_")
+
+
+class Testbed:
+    """The daemons of one directory."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.dir = settings.dir
+        env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
+        path = env.get("PATH", "/usr/bin:/bin") + ":/usr/local/sbin:/usr/sbin:/sbin"
+        self.env = {**env, "PATH": path, "SLURM_CONF": str(settings.slurm_conf)}
+
+    @property
+    def names(self) -> list[str]:
+        """All daemons in the order in which they start."""
+        database = ["mariadbd", "slurmdbd"] if self.settings.accounting else []
+        nodes = [f"slurmd-{node}" for node in self.settings.node_names]
+        return ["munged", *database, "slurmctld", *nodes]
+
+    def process(self, name: str) -> Process | None:
+        """The running daemon."""
+        return processes.recall(self.dir / "run" / name)
+
+    def command(self, name: str) -> list[str]:
+        """How a daemon is started, in the foreground."""
+        d = self.dir
+        if name == "munged":
+            return ["munged", "--foreground", f"--socket={d}/munge/socket", "--num-threads=10",
+                    f"--key-file={d}/munge/key", f"--pid-file={d}/munge/pid",
+                    f"--seed-file={d}/munge/seed", f"--log-file={d}/log/munged.log"]
+        if name == "mariadbd":
+            return ["mariadbd", f"--defaults-file={d}/db/mariadb.cnf"]
+        if name.startswith("slurmd-"):
+            return ["slurmd", "-D", "-N", name.removeprefix("slurmd-")]
+        return [name, "-D"]
+
+    def start(self, *names: str) -> None:
+        """Start those that do not run, side by side, and wait until each answers."""
+        started = [name for name in names if not self.process(name)]
+        for name in started:
+            self.prepare(name)
+            self.launch(name)
+        for name in names:
+            if name == "munged":
+                self.wait(name, lambda: self.ok("munge", "-n", "-S", f"{self.dir}/munge/socket"))
+            elif name == "mariadbd":
+                self.wait(name, lambda: self.sql("create database if not exists slurm"))
+            elif name == "slurmdbd":
+                # A failed sacctmgr costs 2 s: try the port first.
+                self.wait(name, lambda: listens(self.settings.port + 1))
+                self.wait(name, lambda: self.ok("sacctmgr", "-n", "show", "cluster"))
+            elif name == "slurmctld":
+                self.wait(name, lambda: listens(self.settings.port) and self.ok("scontrol", "ping"))
+
+    def launch(self, name: str) -> None:
+        command = self.command(name)
+        command[0] = find(command[0]) or command[0]
+        # MYSQL_UNIX_PORT: slurmdbd has no setting for the socket of its database.
+        env = {**self.env, "MYSQL_UNIX_PORT": f"{self.dir}/db/socket"}
+        with open(self.dir / f"log/{name}.out", "ab") as out:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                                     cwd=self.dir, env=env, start_new_session=True)
+        processes.remember(self.dir / "run" / name, child.pid)
+        child.returncode = 0  # it outlives us: no warning when this object goes
+
+    def prepare(self, name: str) -> None:
+        """What has to be there, or must not be, before a daemon starts."""
+        if name == "munged":
+            for file in (self.dir / "munge").glob("socket*"):
+                file.unlink()
+        elif name == "mariadbd" and not (self.dir / "db/data").exists():
+            fresh = self.dir / "db/data.new"  # renamed when whole: a crash in it does no harm
+            shutil.rmtree(fresh, ignore_errors=True)
+            done = self.call(
+                "mariadb-install-db", "--no-defaults", f"--user={self.settings.user}",
+                f"--datadir={fresh}", "--auth-root-authentication-method=socket",
+                f"--auth-root-socket-user={self.settings.user}", "--skip-test-db",
+                "--skip-name-resolve", "--innodb-log-file-size=16M", seconds=60)
+            (self.dir / "log/mariadb-install.out").write_text(done.stdout + done.stderr)
+            if done.returncode:
+                raise self.failure("mariadb-install-db failed", "mariadb-install")
+            fresh.rename(self.dir / "db/data")
+
+    def stop(self, *names: str, number: int = signal.SIGTERM) -> None:
+        """End daemons, side by side."""
+        running = [p for p in map(self.process, names) if p]
+        if number == signal.SIGKILL:
+            for process in running:
+                processes.send(process, number)
+        processes.end(running)
+        for name in names:
+            (self.dir / "run" / name).unlink(missing_ok=True)
+
+    def call(self, *command: str, seconds: float = 10) -> subprocess.CompletedProcess[str]:
+        """Run a client of this testbed."""
+        try:
+            return subprocess.run([find(command[0]) or command[0], *command[1:]], env=self.env,
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                                  timeout=seconds, cwd="/")
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(command, 124, "", f"{command[0]}: no answer")
+
+    def ok(self, *command: str) -> bool:
+        return self.call(*command).returncode == 0
+
+    def sql(self, text: str) -> bool:
+        return self.ok("mariadb", "--no-defaults", f"--user={self.settings.user}",
+                       f"--socket={self.dir}/db/socket", "-e", text)
+
+    def wait(self, name: str, ready: Callable[[], bool], seconds: float = 30) -> None:
+        """Until it answers, or an error with the end of its log."""
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if not self.process(name):
+                raise self.failure(f"{name} ended at its start", name)
+            if time.monotonic() > deadline:
+                raise self.failure(f"{name} does not answer after {seconds:.0f} s", name)
+            time.sleep(0.05)
+
+    def failure(self, what: str, name: str) -> Stop:
+        """With the last lines of the daemon's own words."""
+        logs = [self.dir / f"log/{name}{end}" for end in (".log", ".out")]
+        lines = [line for log in logs if log.exists()
+                 for line in log.read_text(errors="replace").splitlines()[-5:]]
+        return Stop("\n  ".join([f"{what}; its log {self.dir}/log/{name}.* ends with:", *lines]))
+
+    def node_states(self) -> dict[str, str]:
+        """Name to state, with Slurm's mark (`down*`); empty if slurmctld does not answer."""
+        done = self.call("sinfo", "-h", "-N", "-p", "all", "-o", "%N %T", seconds=5)
+        return dict(line.split() for line in done.stdout.splitlines()) if not done.returncode else {}
+
+    def wait_nodes(self, names: list[str], seconds: float = 30) -> None:
+        """Until slurmctld counts on these nodes."""
+        good = {"idle", "mixed", "allocated", "completing"}
+        deadline = time.monotonic() + seconds
+        while bad := [n for n in names if self.node_states().get(n) not in good]:
+            if time.monotonic() > deadline or not self.process(f"slurmd-{bad[0]}"):
+                state = self.node_states().get(bad[0], "unknown")
+                raise self.failure(f"node {bad[0]} is {state}", f"slurmd-{bad[0]}")
+            time.sleep(0.05)
+
+    def strays(self, *more: str) -> list[Process]:
+        """Steps and tasks of jobs, told by the private SLURM_CONF in their environment. A shell
+        that only uses the testbed has no SLURM_JOB_ID or SLURMD_NODENAME, and is left alone."""
+        conf = f"SLURM_CONF={self.settings.slurm_conf}"
+        found = []
+        for process in processes.everyone():
+            env = processes.environment(process.pid)
+            if conf in env and env.issuperset(more):
+                if process.comm.startswith("slurmstepd") or any(
+                    e.startswith(("SLURM_JOB_ID=", "SLURMD_NODENAME=")) for e in env
+                ):
+                    found.append(process)
+        return processes.with_descendants(found)
+
+
+def listens(port: int) -> bool:
+    """Whether something takes connections on this port."""
+    with socket.socket() as s:
+        s.settimeout(1)
+        return s.connect_ex(("127.0.0.1", port)) == 0

@@ -1,0 +1,239 @@
+"""What a testbed is: its directory, its ports and its dials, and the configuration made from them.
+
+The settings lie in DIR/settings.json, so that `up` may be called again without repeating them; that
+file is also how a directory is known to be a testbed. Daemons and processes are not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pwd
+import shutil
+import socket
+import zlib
+from pathlib import Path
+from string import Template
+
+HERE = Path(__file__).resolve().parent
+LONGEST_DIR = 107 - len("/spool/127.0.1.10/127.0.1.10_4294967294.4294967294")
+FIRST_PORT, LAST_PORT = 20000, 32000  # below the range that Linux gives to outgoing connections
+PACKAGES = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "munged": "munge",
+}
+ACCOUNTING_PACKAGES = {
+    "slurmdbd": "slurmdbd",
+    "mariadbd": "mariadb-server",
+    "accounting_storage_mysql.so": "slurm-wlm-mysql-plugin",
+}
+
+
+class Stop(Exception):
+    """One line for the user: what, where, how to fix it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The dials. Those of SHAPE hold until the testbed is down; the others may be changed any time."""
+
+    port: int = 0
+    """First of 10 + nodes ports; 0: chosen."""
+    nodes: int = 4
+    gpus: int = 8
+    """Emulated GPUs a node."""
+    accounting: bool = True
+    """slurmdbd and MariaDB, so that sacct works."""
+    grace_time: int = 0
+    """GraceTime of partition `low`, seconds between the preemption's signal and the end."""
+    preempt_signal: bool = False
+    """preempt_send_user_signal: preemption sends the signal of `sbatch --signal` too."""
+    max_array_size: int = 1001
+    min_job_age: int = 300
+    """Seconds until slurmctld forgets a finished job."""
+    requeue_wait: int = 5
+    """Seconds before a requeued job may start again (Slurm's own: 120), and a credential's life."""
+    dir: Path = dataclasses.field(default=Path(), compare=False)
+
+    SHAPE = ("port", "nodes", "gpus", "accounting")
+
+    @property
+    def node_names(self) -> list[str]:
+        """Names that resolve everywhere: they are loopback addresses."""
+        return [f"127.0.1.{i}" for i in range(1, self.nodes + 1)]
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Port by daemon."""
+        ports = {"slurmctld": self.port}
+        if self.accounting:
+            ports["slurmdbd"] = self.port + 1
+        for i, node in enumerate(self.node_names):
+            ports[f"slurmd-{node}"] = self.port + 10 + i
+        return ports
+
+    @property
+    def slurm_conf(self) -> Path:
+        return self.dir / "etc/slurm.conf"
+
+    @property
+    def user(self) -> str:
+        return pwd.getpwuid(os.getuid()).pw_name
+
+
+def load(directory: Path) -> Settings | None:
+    """The settings of the testbed in this directory; None if there is none yet."""
+    file = directory / "settings.json"
+    check_directory(directory)
+    if not file.exists():
+        if directory.exists() and any(p.name not in ("lock", "settings.new") for p in
+                                      directory.iterdir()):
+            raise Stop(f"{directory} holds something that is no testbed; fix: choose another --dir")
+        return None
+    try:
+        return Settings(**json.loads(file.read_text()), dir=directory)
+    except (ValueError, TypeError) as error:
+        raise Stop(f"{file} cannot be read ({error}); fix: down with the version of testbed.py "
+                   "that wrote it, then remove the directory") from None
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse what the daemons would refuse with worse words."""
+    if len(str(directory)) > LONGEST_DIR:
+        raise Stop(f"{directory}: {len(str(directory))} characters are too many, sockets' paths "
+                   f"leave {LONGEST_DIR}; fix: a shorter --dir, such as /tmp/testbed")
+    if set(str(directory)) & set(" \t\n\"'#=,%$\\[]"):
+        raise Stop(f"{directory}: slurm.conf cannot hold this name; fix: a plainer --dir")
+    if directory.exists() and directory.stat().st_uid != os.getuid():
+        owner = directory.stat().st_uid
+        raise Stop(f"{directory} belongs to user {owner}; fix: be that user or choose another --dir")
+    for parent in directory.parents:
+        if parent.exists():
+            mode = parent.stat().st_mode
+            if not mode & 0o001 or mode & 0o022 and not mode & 0o1000:
+                raise Stop(f"{directory}: munge needs folders that all may pass and nobody else may "
+                           f"write, {parent} has mode {mode & 0o7777:o}; fix: --dir below /tmp")
+
+
+def save(settings: Settings) -> None:
+    """Whole or not at all."""
+    values = dataclasses.asdict(settings)
+    del values["dir"]
+    draft = settings.dir / "settings.new"
+    draft.write_text(json.dumps(values, indent=2) + "\n")
+    draft.replace(settings.dir / "settings.json")
+
+
+def with_free_ports(settings: Settings) -> Settings:
+    """A range that nobody uses, begun at a place of its own for each directory, so that two
+    testbeds that come up at the same moment do not choose the same."""
+    width = 50
+    if settings.port:
+        candidates = [settings.port]
+    else:
+        ranges = (LAST_PORT - FIRST_PORT) // width
+        first = zlib.crc32(str(settings.dir).encode()) % ranges
+        candidates = [FIRST_PORT + (first + i) % ranges * width for i in range(ranges)]
+    for port in candidates:
+        settings = dataclasses.replace(settings, port=port)
+        if all(map(is_free, settings.ports.values())):
+            return settings
+    raise Stop(f"no free ports from {candidates[0]} on; fix: --port")
+
+
+def is_free(port: int) -> bool:
+    """Whether a daemon could listen there."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def missing_packages(accounting: bool) -> list[str]:
+    """Debian's names of what has to be installed."""
+    wanted = {**PACKAGES, **(ACCOUNTING_PACKAGES if accounting else {})}
+    return [package for name, package in wanted.items() if not find(name)]
+
+
+def find(name: str) -> str | None:
+    """A command, also where users' PATH does not look, or a plug-in of Slurm."""
+    if name.endswith(".so"):
+        return next((str(p) for p in Path("/usr").glob(f"lib*/**/slurm*/{name}")), None)
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin")
+
+
+def write_configuration(s: Settings) -> bool:
+    """Write all files; True if one that the daemons read has changed."""
+    for name in ("etc", "run", "state", "log", "dev", "munge", "db"):
+        (s.dir / name).mkdir(exist_ok=True)
+    for node in s.node_names:
+        (s.dir / "spool" / node).mkdir(parents=True, exist_ok=True)
+    key = s.dir / "munge/key"
+    if not key.exists():
+        write(key, os.urandom(1024), mode=0o600)
+    for i in range(s.gpus):  # a symlink: a plain file leaves CUDA_VISIBLE_DEVICES empty
+        link = s.dir / f"dev/nvidia{i}"
+        if not link.is_symlink():
+            link.symlink_to("/dev/null")
+    accounting = "AccountingStorageType=accounting_storage/none\n" \
+        "JobAcctGatherType=jobacct_gather/none"
+    if s.accounting:
+        accounting = (
+            "AccountingStorageType=accounting_storage/slurmdbd\n"
+            "AccountingStorageHost=127.0.0.1\n"
+            f"AccountingStoragePort={s.port + 1}\n"
+            f"AccountingStoragePass={s.dir}/munge/socket\n"
+            "AccountingStorageTRES=gres/gpu\n"
+            "JobAcctGatherType=jobacct_gather/linux\n"
+            "JobAcctGatherFrequency=task=5"
+        )
+    values = {
+        **dataclasses.asdict(s),
+        "host": socket.gethostname().split(".")[0],
+        "user": s.user,
+        "communication": communication(),
+        "port_ctld": s.port,
+        "port_dbd": s.port + 1,
+        "nodes": f"127.0.1.[1-{s.nodes}]",
+        "ports_slurmd": f"[{s.port + 10}-{s.port + 9 + s.nodes}]",
+        "preempt_signal": "SlurmctldParameters=preempt_send_user_signal" if s.preempt_signal else "",
+        "accounting": accounting,
+    }
+    gres = f"Name=gpu Type=h200 File={s.dir}/dev/nvidia[0-{s.gpus - 1}] Flags=nvidia_gpu_env\n"
+    changed = write(s.dir / "etc/gres.conf", gres.encode())
+    for name, file in {
+        "slurm.conf": "etc/slurm.conf",
+        "slurmdbd.conf": "etc/slurmdbd.conf",
+        "mariadb.cnf": "db/mariadb.cnf",
+    }.items():
+        text = Template((HERE / f"{name}.in").read_text()).substitute(values)
+        mode = 0o600 if name == "slurmdbd.conf" else 0o644  # slurmdbd insists
+        changed |= write(s.dir / file, text.encode(), mode)
+    return changed
+
+
+def communication() -> str:
+    """Bind to loopback alone where Slurm can: all but slurmctld know the host's own name only."""
+    try:
+        local = socket.gethostbyname(socket.gethostname()) == "127.0.0.1"
+    except OSError:
+        local = False
+    return "CommunicationParameters=NoCtldInAddrAny" + (",NoInAddrAny" if local else "")
+
+
+def write(file: Path, content: bytes, mode: int = 0o644) -> bool:
+    """Whole or not at all; True if it was not there with this content already."""
+    if file.exists() and file.read_bytes() == content:
+        return False
+    draft = file.with_name(file.name + ".new")
+    draft.write_bytes(b"")
+    draft.chmod(mode)
+    draft.write_bytes(content)
+    draft.replace(file)
+    return True
