@@ -176,6 +176,48 @@ def test_a_stop_file_ends_the_worker_after_its_unit(stage_dir: StageDir) -> None
     assert done == ["00000"]
 
 
+def reject(worker: Worker, todo: list[Unit], count: int) -> None:
+    for attempt in worker.attempts(todo):
+        with attempt:
+            attempt.commit([], counts={"samples": 9, "rejected": count})
+
+
+def test_rejected_samples_are_counted_without_opening_the_records(
+    stage_dir: StageDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Worker(stage_dir) as worker:
+        reject(worker, units(2), 3)
+        do(worker, units(3))
+    monkeypatch.setattr(files, "read_json", None)
+    tally = Ledger(stage_dir).tally()
+    first, second, third = (f"{u.name}.{u.key}" for u in units(3))
+    assert tally.inodes.keys() == {first, second, third} and not tally.failed
+    assert tally.rejected == {first: 3, second: 3}
+
+
+def test_marks_of_tries_that_lost_are_not_believed(stage_dir: StageDir) -> None:
+    ledger, unit = Ledger(stage_dir), units(1)[0]
+    name = f"{unit.name}.{unit.key}"
+    with Worker(stage_dir) as worker:
+        reject(worker, [unit], 3)
+    lost = {"unit": unit.name, "key": unit.key, "state": "done", "files": []}
+    assert not ledger.create_record(unit, {**lost, "counts": {"rejected": 3}})
+    assert not ledger.create_record(unit, {**lost, "counts": {"rejected": 5}})
+    assert not ledger.create_record(unit, {**lost, "state": "failed"})
+    assert ledger.tally().rejected == {name: 3} and not ledger.tally().failed
+    # Killed between the mark and the record, then won by another count, or by none.
+    ledger.set_aside(ledger.record(unit), "test")
+    files.create_exclusive(ledger.rejected_marks / f"{name}.7", "{}")
+    assert not ledger.tally().rejected
+    with Worker(stage_dir) as worker:
+        reject(worker, [unit], 7)
+    assert ledger.tally().rejected == {name: 7}
+    ledger.set_aside(ledger.record(unit), "again")
+    with Worker(stage_dir) as worker:
+        do(worker, [unit])
+    assert ledger.tally().rejected == {name: 0}
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path

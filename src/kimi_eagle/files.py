@@ -60,6 +60,16 @@ def create_exclusive(path: Path, data: bytes | str) -> bool:
     return True
 
 
+def link_exclusive(existing: Path, path: Path) -> bool:
+    """Give a whole, fsynced file a second name; False when that name is taken."""
+    try:
+        os.link(existing, path)
+    except FileExistsError:
+        return False
+    fsync_dir(path.parent)
+    return True
+
+
 @contextlib.contextmanager
 def _temporary(path: Path, data: bytes | str, *, sync: bool) -> Iterator[Path]:
     temp = temporary_name(path)

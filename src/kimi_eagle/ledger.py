@@ -8,6 +8,7 @@ left out because shared file systems are all that every cluster has.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -86,6 +87,26 @@ class Record:
         return None
 
 
+@dataclass
+class Tally:
+    """The records of a stage at one moment, by `UNIT.KEY`."""
+
+    inodes: dict[str, int] = field(default_factory=dict)
+    """Every record, done or failed."""
+    failed: set[str] = field(default_factory=set)
+    rejected: dict[str, int] = field(default_factory=dict)
+    """Rejected samples of the records that have any."""
+
+
+def _entries(folder: Path) -> dict[str, int]:
+    """Name and inode of everything in a folder, from one listing without a stat."""
+    try:
+        with os.scandir(folder) as entries:
+            return {e.name: e.inode() for e in entries}
+    except FileNotFoundError:
+        return {}
+
+
 class Ledger:
     """Reads and writes the records, claims and attempts of one stage."""
 
@@ -114,9 +135,40 @@ class Ledger:
         except FileNotFoundError:
             return set()
 
-    def failed_names(self) -> set[str]:
-        """`UNIT.KEY` of the records that say failed."""
-        return {p.stem for p in self.dir.records.glob("*.failed")}
+    def tally(self) -> Tally:
+        """What all records say together, without opening them (10,000 units: some 10 ms).
+
+        A record that says failed has a mark beside it; those few are read, for a mark may be of a
+        try that lost. One with rejected samples is a hard link of its mark in `rejected/`, whose
+        name ends with the count. A mark of a try that lost, or of a record that was set aside, has
+        another inode: then the record itself is read.
+        """
+        found, marked = Tally(), set()
+        for name, inode in _entries(self.dir.records).items():
+            if name.endswith(".json") and not name.startswith(files.TEMPORARY):
+                found.inodes[name[:-5]] = inode
+            elif name.endswith(".failed"):
+                marked.add(name[:-7])
+        for unit in marked & found.inodes.keys():
+            data = files.read_json(self.dir.records / f"{unit}.json")
+            if data is None or data.get("state") == "failed":
+                found.failed.add(unit)
+        doubtful = set()
+        for name, inode in _entries(self.rejected_marks).items():
+            unit, _, count = name.rpartition(".")
+            if unit in found.inodes and count.isdigit():
+                if found.inodes[unit] == inode:
+                    found.rejected[unit] = int(count)
+                else:
+                    doubtful.add(unit)
+        for unit in doubtful - found.rejected.keys():
+            data = files.read_json(self.dir.records / f"{unit}.json") or {}
+            found.rejected[unit] = data.get("counts", {}).get("rejected", 0)
+        return found
+
+    @property
+    def rejected_marks(self) -> Path:
+        return self.dir.path / "rejected"
 
     def open_units(self, units: Iterable[Unit]) -> list[Unit]:
         """Units without a record of their current key, in order."""
@@ -138,11 +190,21 @@ class Ledger:
     def create_record(self, unit: Unit, data: dict[str, Any]) -> bool:
         """First record wins; False when the unit had one already.
 
-        A failed one gets a mark beside it, so that status need not read every record.
+        Failed ones and those with rejected samples get a mark first, so that status need not read
+        every record; see `tally`.
         """
+        path, text = self.record_path(unit), files.to_json(data) + "\n"
         if data["state"] == "failed":
-            files.write_atomic(self.record_path(unit).with_suffix(".failed"), "")
-        return files.create_exclusive(self.record_path(unit), files.to_json(data) + "\n")
+            files.write_atomic(path.with_suffix(".failed"), "")
+        if rejected := data.get("counts", {}).get("rejected", 0):
+            mark = self.rejected_marks / f"{path.stem}.{rejected}"
+            mark.parent.mkdir(exist_ok=True)
+            if files.create_exclusive(mark, text):
+                won = files.link_exclusive(mark, path)
+                if not won:
+                    mark.unlink(missing_ok=True)
+                return won
+        return files.create_exclusive(path, text)
 
     def set_aside(self, record: Record, reason: str) -> Path:
         """Rename a record so that its unit counts as not done; the reason goes into the name."""
@@ -206,10 +268,11 @@ class Ledger:
 
     def write_plan(self, units: list[Unit]) -> None:
         """Tell status and progress bars what the units are; every worker writes the same text."""
-        plan = {"units": [{"name": u.name, "key": u.key, "tokens": u.tokens} for u in units]}
+        shown = ("name", "key", "tokens", "samples")
+        plan = {"units": [{k: getattr(u, k) for k in shown} for u in units]}
         files.write_atomic(self.dir.plan, files.to_json(plan) + "\n")
 
     def planned(self) -> list[dict[str, Any]] | None:
-        """[{name, key, tokens}] as the last worker wrote it, or None before any."""
+        """[{name, key, tokens, samples}] as the last worker wrote it, or None before any."""
         plan = files.read_json(self.dir.plan)
         return plan["units"] if plan else None

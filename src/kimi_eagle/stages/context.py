@@ -6,12 +6,13 @@ open (the records are returned), not yet (`Waiting`), shut (`GateShut`: too much
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kimi_eagle import files
+from kimi_eagle import accepted, files
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.ledger import Ledger, Record, Unit
 from kimi_eagle.recipe import EngineSection, Recipe
@@ -128,20 +129,25 @@ class Context:
         return [r for r in records if r.state == "done"]
 
     def _judge(self, stage: str, units: list[Unit], records: list[Record]) -> None:
-        """Compare what was lost with `allow_rejected`; losses are counted in samples."""
+        """Compare what was lost with `allow_rejected`, or with what a person accepted since.
+
+        Losses are counted in samples.
+        """
         failed = [r for r in records if r.state == "failed"]
         lost = sum(r.counts.get("rejected", 0) for r in records if r.state == "done")
         kept = sum(r.counts.get("samples", 0) for r in records if r.state == "done")
         by_name = {u.name: u for u in units}
         lost += sum(by_name[r.unit].samples for r in failed)
         share = lost / max(1, lost + kept)
-        if share > self.recipe.allow_rejected:
+        if share > max(self.recipe.allow_rejected, accepted.share_of(self.run, stage)):
             why = f"; unit {failed[0].unit}: {failed[0].info['reasons'][-1]}" if failed else ""
             raise GateShut(
                 f"{lost} of {lost + kept} samples rejected or in failed units{why}",
                 where=f"gate after {stage}",
                 expected=f"a share of at most allow_rejected = {self.recipe.allow_rejected}",
-                fix=f"look at {self.run.stage(stage).log}, then kimi-eagle retry {self.run.path}",
+                fix=f"look at {self.run.stage(stage).log}, then kimi-eagle retry {self.run.path};"
+                f" to go on without them: kimi-eagle accept {self.run.path} {stage}"
+                f" --share {math.ceil(1e4 * share) / 1e4:g} --reason TEXT",
             )
 
 
