@@ -139,19 +139,9 @@ def stage(stage_name: str, run_path: str) -> None:
     # OpenMP reads this once, when torch is loaded. Threads that spin at barriers starve each other
     # as soon as anything else runs on the cores: 11 tok/s instead of 139 was seen; alone no change.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from kimi_eagle.stages import UPSTREAM, module
-    from kimi_eagle.stages.context import open_context, recipe_digest
-    from kimi_eagle.worker import Stopped, Worker
+    from kimi_eagle.stages.session import run_stage
 
-    ctx = open_context(run_path)
-    ctx.reading = UPSTREAM.get(stage_name, ())
-    folder = ctx.run.stage(stage_name)
-    try:
-        with Worker(folder, recipe_digest=recipe_digest(ctx.recipe)) as worker:
-            module(stage_name).work(ctx, worker)
-    except Stopped as e:
-        click.echo(f"{stage_name}: stopped ({e})", err=True)
-        sys.exit(0 if str(e) == "stop file" else 143)
+    sys.exit(run_stage(run_path, stage_name))
 
 
 @main.command()

@@ -211,6 +211,7 @@ class Ledger:
         path = self.dir.records / f"{record.unit}.{record.key}.json"
         target = path.with_name(f"{path.stem}.aside-{reason}-{int(time.time() * 1000)}")
         path.with_suffix(".failed").unlink(missing_ok=True)
+        (self.dir.attempts / f"{record.unit}.died").unlink(missing_ok=True)
         path.rename(target)
         files.fsync_dir(path.parent)
         return target
@@ -263,6 +264,13 @@ class Ledger:
         """Reasons of the failed tries under the unit's current key."""
         tries = self.attempts(unit.name)
         return [a["failed"] for a in tries if a.get("failed") and a.get("key") == unit.key]
+
+    def deaths(self, unit_name: str) -> list[str]:
+        """How often a supervisor saw a worker die, unasked, while it held this unit."""
+        try:
+            return (self.dir.attempts / f"{unit_name}.died").read_text().splitlines()
+        except FileNotFoundError:
+            return []
 
     # -- plan ----------------------------------------------------------------------------------
 

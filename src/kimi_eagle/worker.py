@@ -8,6 +8,7 @@ machine drops the unit, anything else counts as a failed try of that unit.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import secrets
 import shutil
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -30,6 +31,13 @@ from kimi_eagle.rundir import StageDir
 MAX_FAILURES = 3
 """Failed tries of a unit before it gets a failed record (DESIGN promise 5)."""
 
+BEATS_A_LOOK = 5
+"""Heartbeats between two calls of `on_look`, which may list the records of the whole stage."""
+
+TEST_HOLD = "KIMI_EAGLE_TEST_HOLD"
+"""Test switch: a worker's first unit (never the stage's very first) waits until this many workers
+hold claims, or, for a path, until that file exists. For faults in the middle of a unit."""
+
 
 class Stopped(BaseException):
     """The worker was asked to leave (stop file, SIGTERM, SIGINT). Not an Exception: nothing that
@@ -39,14 +47,28 @@ class Stopped(BaseException):
 class Worker:
     """Context manager around a stage's work; see `attempts` for the loop."""
 
-    def __init__(self, stage_dir: StageDir, *, recipe_digest: str = ""):
+    def __init__(
+        self,
+        stage_dir: StageDir,
+        *,
+        recipe_digest: str = "",
+        on_look: Callable[[Worker], None] | None = None,
+    ):
+        """on_look: called from the heartbeat thread now and then, and after each commit."""
         self.dir = stage_dir.make()
         self.ledger = Ledger(stage_dir)
         who = liveness.identity()
-        self.id = f"{who['host']}-{who['pid']}-{secrets.token_hex(3)}"
+        # host.sh, which outlives this process, drops the claims of its own job by this prefix.
+        self.job = os.environ.get("KIMI_EAGLE_JOB")
+        prefix = f"j{self.job}-" if self.job else ""
+        self.id = f"{prefix}{who['host']}-{who['pid']}-{secrets.token_hex(3)}"
+        own_stop = os.environ.get("KIMI_EAGLE_STOP")
+        self._stops = [stage_dir.stop, *([Path(own_stop)] if own_stop else [])]
+        self._on_look = on_look
         self._state: dict[str, Any] = {
             **who,
             "id": self.id,
+            "job": self.job,
             "recipe": recipe_digest,
             "beat": 0,
             "beat_seconds": liveness.BEAT_SECONDS,
@@ -62,6 +84,8 @@ class Worker:
         self._signal: int | None = None
         self.tokens = 0
         """Tokens worked on so far, all units together."""
+        self.committed = 0
+        """Units that this worker committed."""
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -79,18 +103,27 @@ class Worker:
         if value is not None and error is None:
             error = "stopped" if isinstance(value, Stopped) else f"{kind.__name__}: {value}"
         with contextlib.suppress(OSError):
-            peak = _peak_gib()
-            self._write(ended=time.time(), error=error, unit=None, phase="ended", peak_gib=peak)
+            self._write(ended=time.time(), error=error, unit=None, phase="ended", **_used())
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signal = number
-        raise Stopped(signal.Signals(number).name)
+        # A signal can come twice (to the process, and to all of its step): once is enough, and the
+        # second must not cut short what the first began.
+        if self._signal is None:
+            self._signal = number
+            raise Stopped(signal.Signals(number).name)
 
     def _beat(self) -> None:
         while not self._over.wait(liveness.BEAT_SECONDS):
             # A full disk must not kill the thread: the unit's own write will tell.
             with contextlib.suppress(OSError):
-                self._write(beat=self._state["beat"] + 1)
+                self._write(beat=self._state["beat"] + 1, **_used())
+                if self._state["beat"] % BEATS_A_LOOK == 1:
+                    self.look()
+
+    def look(self) -> None:
+        """Tell the one who wants to know (see `on_look`)."""
+        if self._on_look is not None:
+            self._on_look(self)
 
     def _write(self, **changes: Any) -> None:
         with self._lock:
@@ -123,7 +156,7 @@ class Worker:
 
     def stopping(self) -> bool:
         """Asked to leave after the current unit (or, in train, after the current step)?"""
-        return self._signal is not None or self.dir.stop.exists()
+        return self._signal is not None or any(p.exists() for p in self._stops)
 
     # -- units -----------------------------------------------------------------------------------
 
@@ -134,10 +167,15 @@ class Worker:
         max_failures=1: a fault goes to the caller at once and leaves no failed record (stages of
         one unit, where there are no others to go on with).
         """
-        watch = liveness.Watch()
+        watch, first = liveness.Watch(), True
         while not self.stopping():
             unit = self._claim_one(units)
+            if unit is not None and self._killer(unit, max_failures):
+                continue
             if unit is not None:
+                if first and len(self.ledger.open_units(units)) < len(units):
+                    self._test_hold()
+                    first = False
                 yield Attempt(self, unit, max_failures)
             elif not self._free_stale(units, watch):
                 return
@@ -151,6 +189,28 @@ class Worker:
                     return unit
                 self.ledger.release(unit.name, self.id)
         return None
+
+    def _killer(self, unit: Unit, max_failures: int) -> bool:
+        """Give up a unit in which worker after worker died without a word (out of memory, crash).
+
+        host.sh, which saw them die unasked, left a mark each time; preempted ones leave none.
+        """
+        deaths = self.ledger.deaths(unit.name)
+        if max_failures == 1 or len(deaths) < max_failures:
+            return False
+        attempt = Attempt(self, unit, max_failures)
+        attempt.give_up([f"its worker died ({reason})" for reason in deaths])
+        return True
+
+    def _test_hold(self) -> None:
+        wanted = os.environ.get(TEST_HOLD)
+        while wanted and not self._test_released(wanted):
+            time.sleep(0.1)
+
+    def _test_released(self, wanted: str) -> bool:
+        if not wanted.isdigit():
+            return Path(wanted).exists()
+        return len(list(self.dir.claims.glob("[!.]*"))) >= int(wanted)
 
     def _free_stale(self, units: Iterable[Unit], watch: liveness.Watch) -> bool:
         """Break claims of the dead; True when it is worth looking again."""
@@ -211,6 +271,7 @@ class Attempt:
             entries.append({"name": name, "bytes": size, "xxh3": files.file_digest(path)})
         won = self._ledger.create_record(self.unit, self._record("done", entries, counts, info))
         self._committed = True
+        self.worker.committed += 1
         if not won:
             self._delete_files()
         return won
@@ -250,6 +311,8 @@ class Attempt:
             with contextlib.suppress(OSError):
                 self._ledger.release(self.unit.name, self.worker.id)
             self.worker._state.update(unit=None, fraction=0.0)
+            with contextlib.suppress(OSError):
+                self.worker.look()
 
     def _judge(self, fault: BaseException) -> bool:
         """True when the fault is the unit's own and others may go on."""
@@ -266,6 +329,13 @@ class Attempt:
             record = self._record("failed", [], None, {"reasons": failures})
             self._ledger.create_record(self.unit, record)
         return True
+
+    def give_up(self, reasons: list[str]) -> None:
+        """Record the unit as failed without trying it again."""
+        self.started, self.number = time.time(), 0
+        record = self._record("failed", [], None, {"reasons": reasons})
+        self._ledger.create_record(self.unit, record)
+        self._ledger.release(self.unit.name, self.worker.id)
 
     def _delete_files(self) -> None:
         for path in self._paths:
@@ -287,13 +357,15 @@ def _machine_fault(fault: BaseException | None) -> bool:
     return False
 
 
-def _peak_gib() -> float:
-    """Most memory that one process of this stage held, GiB (ru_maxrss is KiB).
-
-    Not a sum: a child's figure starts with what its parent held when it was forked.
-    """
-    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return round(max(resource.getrusage(w).ru_maxrss for w in who) / 2**20, 2)
+def _used() -> dict[str, float]:
+    """peak_gib: most memory that one process of this stage held (ru_maxrss is KiB); not a sum, as
+    a child's figure starts with what its parent held when it was forked. cpu_seconds: of this
+    process and of its ended children."""
+    used = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {
+        "peak_gib": round(max(u.ru_maxrss for u in used) / 2**20, 2),
+        "cpu_seconds": round(sum(u.ru_utime + u.ru_stime for u in used), 1),
+    }
 
 
 def _short(fault: BaseException) -> str:

@@ -1,0 +1,104 @@
+"""One stage in one process, from the gate to an exit code: what a job runs.
+
+The exit code is all that the supervisor (slurm/host.sh) needs to know: DONE, nothing is left for
+this process; STOPPED, it was asked to leave; NOT_YET, somebody upstream is still at work; REFUSED,
+trying again would change nothing. Any other code is a death, which is worth another try.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from kimi_eagle.errors import RunError
+from kimi_eagle.ledger import Unit
+from kimi_eagle.stages import UPSTREAM, module
+from kimi_eagle.stages.context import Context, GateShut, Waiting, open_context, recipe_digest
+from kimi_eagle.survey import live_workers
+from kimi_eagle.worker import Stopped, Worker
+
+DONE, STOPPED, NOT_YET, REFUSED = 0, 75, 76, 78
+
+
+class NotYet(RunError):
+    """Somebody else has to come first, and is at it."""
+
+
+def run_stage(run_path: str | Path, stage: str) -> int:
+    """Work on a stage until nothing is left for this process; returns the exit code.
+
+    Faults of the stage itself are raised.
+    """
+    ctx = open_context(run_path)
+    ctx.reading = UPSTREAM.get(stage, ())
+    folder = ctx.run.stage(stage)
+    try:
+        _refuse_held(ctx, stage)
+        if stage == ctx.recipe.slurm.groups[0][0] and "KIMI_EAGLE_JOB" in os.environ:
+            ctx.preflight()
+        with Worker(folder, recipe_digest=recipe_digest(ctx.recipe), on_look=_beacon(ctx)) as w:
+            try:
+                _canary_first(ctx, stage, w)
+                module(stage).work(ctx, w)
+            except Waiting as e:
+                raise _who_is_at_it(ctx, e) from None
+    except NotYet as e:
+        click.echo(f"{stage}: not yet: {e}", err=True)
+        return NOT_YET
+    except Stopped as e:
+        click.echo(f"{stage}: stopped ({e})", err=True)
+        return STOPPED if str(e) == "stop file" else 128 + 15
+    except GateShut as e:
+        click.echo(f"error: {e.line()}", err=True)
+        return REFUSED
+    return DONE
+
+
+def _refuse_held(ctx: Context, stage: str) -> None:
+    """A stage in which workers died one after the other waits for a person."""
+    for path in (ctx.run.held, ctx.run.stage(stage).held):
+        if path.is_file():
+            raise GateShut(
+                f"held: {path.read_text(errors='replace').strip()}",
+                where=stage,
+                fix=f"mend the cause, then kimi-eagle retry {ctx.run.path}",
+            )
+
+
+def _who_is_at_it(ctx: Context, gate: Waiting) -> RunError:
+    """The gate's second and third answer: not yet while a worker lives upstream, else failed."""
+    if live_workers(ctx.run.stage(gate.stage)):
+        return NotYet(gate.line())
+    return GateShut(
+        f"{gate.open_units} units of {gate.stage} are open and nobody works on them",
+        where=f"gate after {gate.stage}",
+        fix=f"see kimi-eagle status {ctx.run.path}, then submit (or run) the recipe again",
+    )
+
+
+def _canary_first(ctx: Context, stage: str, worker: Worker) -> None:
+    """Others of a stage start behind its first unit, which has passed the stage's own checks.
+
+    Where the canary is gone without one (cancelled, lost), the first of the others takes its place.
+    """
+    if os.environ.get("KIMI_EAGLE_ROLE") != "workers":
+        return
+    units = module(stage).plan(ctx)
+    if len(units) < 2 or len(worker.ledger.open_units(units)) < len(units):
+        return
+    others = [w for w in live_workers(ctx.run.stage(stage)) if w["id"] != worker.id]
+    if others or not worker.ledger.claim(Unit("canary", {}), worker.id):
+        raise NotYet("the first unit is still being made")
+
+
+def _beacon(ctx: Context) -> Callable[[Worker], None] | None:
+    """Writes how far the stage is where the supervisor looks; None outside a job."""
+    path = os.environ.get("KIMI_EAGLE_BEACON")
+    if not path:
+        return None
+    from kimi_eagle.slurm.beacon import write
+
+    return lambda worker: write(Path(path), ctx.run, worker)
