@@ -7,7 +7,7 @@ so that nothing is lost and nothing is repeated a thousand times.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -16,17 +16,27 @@ from rich.table import Table
 
 from kimi_eagle.survey import StageState, StageView
 
+if TYPE_CHECKING:
+    from kimi_eagle.slurm.status import Look
+
 PLAIN_SECONDS = 10
 
 
 def rate_and_eta(view: StageView) -> tuple[float, float | None]:
-    """Tokens per second of the live workers, and seconds left by the plan's sizes."""
+    """Tokens per second of the live workers, and seconds left at that rate.
+
+    What is left is known in the plan's sizes; so far `tokens_worked` real tokens were
+    `tokens_done` of those (regenerate plans with the longest answers that may come).
+    """
     now = time.time()
     rate = sum(w["tokens"] / max(1e-9, now - _work_start(w)) for w in view.workers if w["tokens"])
     share = view.tokens_done / view.tokens_total if view.tokens_total else 0.0
+    if view.left == 0 or share <= 0.01:
+        return rate, None
+    if rate and view.tokens_worked:
+        return rate, view.tokens_left / (rate * view.tokens_done / view.tokens_worked)
     started = min((_work_start(w) for w in view.workers), default=now)
-    eta = (now - started) * (1 - share) / share if share > 0.01 and view.done < view.units else None
-    return rate, eta
+    return rate, (now - started) * (1 - share) / share if view.workers else None
 
 
 def _work_start(worker: dict[str, Any]) -> float:
@@ -37,14 +47,22 @@ def _work_start(worker: dict[str, Any]) -> float:
 def describe(view: StageView) -> str:
     """`3/8 units  214 tok/s  ETA 1:12` as far as it is known."""
     parts = [f"{view.done}/{view.units} units"] if view.units else []
+    if len(view.workers) > 1 and view.running:
+        parts.append(f"{view.running} running")
+    if view.failed:
+        parts.append(f"{view.failed} failed")
+    if view.rejected:
+        parts.append(f"{view.rejected:,} samples rejected")
+    if view.left and view.units > 1:
+        parts.append(f"{view.left} left")
     rate, eta = rate_and_eta(view)
-    phase = view.workers[0]["phase"] if view.workers else ""
-    if phase in ("start", "load"):
-        parts.append("loading" if phase == "load" else "starting")
+    phases = {w["phase"] for w in view.workers}
+    if phases and phases <= {"start", "load"}:
+        parts.append("loading" if "load" in phases else "starting")
     elif rate:
         parts.append(f"{rate:,.0f} tok/s")
-    if eta is not None and phase == "work":
-        parts.append(f"ETA {int(eta) // 60}:{int(eta) % 60:02d}")
+    if eta is not None and "work" in phases:
+        parts.append(f"ETA {clock(eta)}")
     for worker in view.workers[:1]:
         notes = worker.get("notes", {})
         if "step" in notes:
@@ -52,6 +70,69 @@ def describe(view: StageView) -> str:
         if "loss" in notes:
             parts.append(f"loss {notes['loss']:.3f}")
     return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`1:12`, or `3:01:12` from an hour on."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def status_lines(look: Look) -> list[str]:
+    """What `status` prints of a run: its state, one line a stage, one a job that lives."""
+    why = f"  {look.why}" if look.why else ""
+    lines = [f"{look.run.path}  {look.state}{why}"]
+    if look.slurm not in ("ok", "none"):
+        lines.append(f"  Slurm: {look.slurm}")
+    if look.held:
+        lines.append(f"  held: {look.held}")
+    for stage, view in zip(look.stages, look.views, strict=True):
+        parts = [f"{stage['name']:<10} {stage['state']:<8}", describe(view)]
+        if stage["gpu_hours"]:
+            parts.append(f"{stage['gpu_hours']:,.2f} GPU h")
+        unsure = [w for w in view.workers if not w["sure"]]
+        if unsure:
+            parts.append(f"(not sure that the worker on {unsure[0]['host']} lives: --watch tells)")
+        parts.append(stage["why"] or ("" if view.complete else view.error) or "")
+        lines.append("  " + "  ".join(p for p in parts if p))
+    lines += _job_lines(look.jobs)
+    if used := look.use.get("all"):
+        lines.append(
+            f"  used {used['gpu_hours']:,.2f} GPU h in {used['starts']:.0f} starts, "
+            f"{clock(used['wall_s'])} wall, {clock(used['waiting_s'])} waiting in the queue"
+        )
+    for entry in look.accepted:
+        lines.append(f"  accepted {entry['stage']}: {entry['share']:g} lost ({entry['reason']})")
+    if look.result:
+        lines.append(f"  acceptance length {look.result['acceptance_length']:.2f}")
+    return [printable(line) for line in lines]
+
+
+def _job_lines(jobs: list[dict[str, Any]]) -> list[str]:
+    """Jobs that run one by one; those that wait or ended alike, such as array tasks, together."""
+    alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for i, job in enumerate(jobs):
+        alone = str(i) if job["stage"] and job["live"] else ""
+        alike.setdefault((job["suffix"], job["state"], job["words"], alone), []).append(job)
+    lines = []
+    for (_, state, words, _), same in alike.items():
+        job = same[0]
+        ident = job["id"] or job["name"]
+        many = f" and {len(same) - 1} more" if len(same) > 1 else ""
+        parts = [f"job {ident}{many}", job["name"].rpartition("-")[0] or job["name"], state]
+        parts += [job["node"]] if job["live"] and job["node"] else []
+        if job["live"] and job["stage"]:
+            share = f" {job['fraction']:.0%}" if job["unit"] and job["fraction"] else ""
+            parts.append(f"{job['stage']} {job['unit'] or ''}{share}".strip())
+        lines.append("  " + "  ".join([*parts, words] if words else parts))
+    return lines
+
+
+def printable(text: str) -> str:
+    """One line for any terminal: control characters of a path or a reason are shown as escapes."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return shown.encode("utf-8", "backslashreplace").decode()
 
 
 class Bars:

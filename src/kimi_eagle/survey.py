@@ -8,6 +8,7 @@ heartbeats, for status and progress bars (no torch, no tokenizer).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,42 +114,98 @@ class StageView:
     done: int = 0
     failed: int = 0
     running: int = 0
+    samples: int = 0
+    """In all units, by the plan."""
+    rejected: int = 0
+    """Samples rejected in units that are done."""
+    lost: int = 0
+    """Samples rejected or in failed units."""
     tokens_total: int = 0
     tokens_done: float = 0.0
+    tokens_left: float = 0.0
+    tokens_worked: int = 0
+    """As the workers counted them, dead ones too: actual lengths, where the plan has limits."""
     workers: list[dict[str, Any]] = field(default_factory=list)
+    """The files of live workers, those of other machines until their silence is noticed."""
     error: str | None = None
+    skipped: bool = False
+    """The recipe has nothing to do here."""
+
+    @property
+    def left(self) -> int:
+        return self.units - self.done - self.failed
+
+    @property
+    def complete(self) -> bool:
+        """Every unit has a record, done or failed."""
+        return self.units > 0 and self.left == 0
 
     @property
     def state(self) -> str:
+        if self.skipped:
+            return "skipped"
         if self.workers:
             return "running"
-        if self.units and self.done + self.failed == self.units:
+        if self.complete:
             return "failed" if self.failed else "done"
         return "stopped" if self.error else ("waiting" if not self.units else "open")
 
 
-def view(run: RunDir, name: str, watch: liveness.Watch | None = None) -> StageView:
-    """Count records and heartbeats of a stage."""
+def view(
+    run: RunDir,
+    name: str,
+    watch: liveness.Watch | None = None,
+    *,
+    every: list[dict[str, Any]] | None = None,
+    alive: Callable[[dict[str, Any]], bool | None] | None = None,
+) -> StageView:
+    """Count records and heartbeats of a stage.
+
+    every: the workers' files, where they were read already. alive: what else can tell whether a
+    worker lives, such as Slurm's queue; without it the process table and heartbeats do.
+    """
     stage_dir = run.stage(name)
     ledger, seen = Ledger(stage_dir), StageView(name)
-    names, failed, every = ledger.recorded_names(), ledger.failed_names(), all_workers(stage_dir)
-    seen.workers = [w for w in every if (watch or liveness.Watch()).alive(w["id"], w) is not False]
-    if every and not seen.workers:
-        seen.error = max(every, key=lambda w: w["started"]).get("error")
+    every = all_workers(stage_dir) if every is None else every
+    watch = watch or liveness.Watch()
+    judge = alive or (lambda w: watch.alive(w["id"], w))
+    seen.workers = [w for w in every if judge(w) is not False]
     fractions = {w["unit"]: w["fraction"] for w in seen.workers if w.get("unit")}
+    tally = ledger.tally()
     for unit in ledger.planned() or []:
         seen.units += 1
         seen.tokens_total += unit["tokens"]
+        samples = unit.get("samples", 1)
+        seen.samples += samples
         name = f"{unit['name']}.{unit['key']}"
-        if name in failed:
+        if name in tally.failed:
             seen.failed += 1
-        elif name in names:
+            seen.lost += samples
+        elif name in tally.inodes:
             seen.done += 1
             seen.tokens_done += unit["tokens"]
-        elif unit["name"] in fractions:
-            seen.running += 1
-            seen.tokens_done += unit["tokens"] * fractions[unit["name"]]
+            seen.rejected += tally.rejected.get(name, 0)
+        else:
+            worked = unit["tokens"] * fractions.get(unit["name"], 0.0)
+            seen.running += unit["name"] in fractions
+            seen.tokens_done += worked
+            seen.tokens_left += unit["tokens"] - worked
+    seen.lost += seen.rejected
+    if every:
+        newest = max(every, key=lambda w: w["started"])
+        mine = [w for w in every if w.get("recipe") == newest.get("recipe")]
+        seen.tokens_worked = sum(w["tokens"] for w in mine)
+        if not seen.workers and not seen.complete:
+            dead = (
+                None if newest.get("ended") else f"its worker died without a word ({_of(newest)})"
+            )
+            seen.error = newest.get("error") or dead
     return seen
+
+
+def _of(worker: dict[str, Any]) -> str:
+    job = f"job {worker['job']} on " if worker.get("job") else f"pid {worker['pid']} on "
+    return job + worker["host"]
 
 
 def all_workers(stage_dir: StageDir) -> list[dict[str, Any]]:
