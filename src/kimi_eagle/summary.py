@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from kimi_eagle import files
+from kimi_eagle import accepted, files
 from kimi_eagle.ledger import Record
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.stages.context import Context
-from kimi_eagle.survey import StageState, survey, times
+from kimi_eagle.survey import StageState, all_workers, survey, times
 
 
 def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dict[str, Any]]:
     """One row a stage: state, counts added up over its records, and where the time went.
 
-    states: a survey that was made already.
+    For runs with jobs also gpu_hours, waiting_s and cpu_seconds. states: a survey made already.
     """
-    rows = []
+    rows, used = [], job_use(ctx.run)
     for state in states or survey(ctx):
         records = ctx.ledger(state.name).records(state.units)
         row: dict[str, Any] = {"stage": state.name, "state": state.state, "units": len(records)}
@@ -26,8 +26,19 @@ def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dic
             spent = times(records)
             row |= {k: round(v, 2) for k, v in spent.items()}
             row["ended"] = max(r.data["ended"] for r in records)
+        jobs = used.get(state.name, {})
+        row |= {k: jobs[k] for k in ("gpu_hours", "waiting_s", "cpu_seconds") if k in jobs}
         rows.append(row)
     return rows
+
+
+def job_use(run: RunDir) -> dict[str, dict[str, float]]:
+    """What the run's jobs used, by stage (see slurm/use.py); {} for a run without jobs."""
+    from kimi_eagle.slurm import book, use
+
+    starts = use.read_starts(run)
+    workers = {s.stage: all_workers(run.stage(s.stage)) for s in starts}
+    return use.by_stage(starts, book.read_book(run), workers)
 
 
 def headline(run: RunDir) -> dict[str, Any] | None:
@@ -65,5 +76,7 @@ def write_report(ctx: Context) -> None:
         vocab=(mapping.info | mapping.counts) if mapping else {},
         provenance=(trained or prepared).data["provenance"] if (trained or prepared) else {},
         keys={r.data["stage"]: r.key for r in (trained, measured) if r},
+        use=job_use(ctx.run),
+        accepted=accepted.read(ctx.run),
     )
     write(ctx.run.report, data)

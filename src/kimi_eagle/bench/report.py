@@ -31,7 +31,8 @@ class ReportData:
     stage, state, units, samples, tokens, rejected, bytes and seconds (wall, load, work).
     sources: name -> rows, or name -> {what: rows}. counts: prepare's totals. vocab: coverage and
     others. provenance, keys: shown as they are (nested dicts flattened). links: text -> path or
-    address relative to the report; None: the run's own files that lie beside it.
+    address relative to the report; None: the run's own files that lie beside it. use: what jobs
+    used by stage (slurm/use.py). accepted: losses that a person accepted (accepted.py).
     """
 
     name: str
@@ -44,6 +45,8 @@ class ReportData:
     provenance: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     links: Mapping[str, str] | None = None
+    use: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    accepted: Sequence[Mapping[str, Any]] = ()
 
 
 def write_report(path: Path, data: ReportData) -> None:
@@ -67,6 +70,8 @@ def render(data: ReportData, folder: Path) -> str:
             class_="figures",
         ),
         _stage_table(data.stages),
+        _use_table(data.use),
+        _accepted(data.accepted),
         _speed_table(data.results),
         _prompt_table(data.results),
         _data_tables(data),
@@ -236,6 +241,30 @@ def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Element | None:
         "peak GiB",
     )  # fmt: skip
     return _section("Stages", _table(titles, rows, words=2))
+
+
+def _use_table(use: Mapping[str, Mapping[str, float]]) -> Element | None:
+    if not use:
+        return None
+    rows = [
+        [stage, f"{u['gpu_hours']:,.2f}", *(_duration(u[k]) for k in ("waiting_s", "wall_s")),
+         int(u["starts"]), f"{u['cpu_seconds'] / 3600:,.2f}", f"{u['peak_gib']:.1f}"]
+        for stage, u in use.items()
+    ]  # fmt: skip
+    titles = ("stage", "GPU hours", "waiting", "wall", "starts", "CPU hours", "peak GiB")
+    return _section("Jobs", _table(titles, rows, words=1))
+
+
+def _accepted(accepted: Sequence[Mapping[str, Any]]) -> Element | None:
+    if not accepted:
+        return None
+    rows = [
+        [a.get("stage", ""), a.get("reason", ""), f"{a.get('user', '')} on {a.get('host', '')}",
+         time.strftime("%Y-%m-%d %H:%M", time.localtime(a.get("time", 0))), f"{a['share']:g}"]
+        for a in accepted
+    ]  # fmt: skip
+    titles = ("gate after", "reason", "by", "when", "share of samples")
+    return _section("Accepted losses", _table(titles, rows, words=4))
 
 
 def _speed_table(results: Mapping[str, Any] | None) -> Element | None:

@@ -250,7 +250,8 @@ def _unfinished(
         return "queued", f"job {first['id']}: {first['words'] or first['state'].lower()}"
     last = f" (last worker: {seen.error})" if seen.error else ""
     if found.slurm == "none":
-        return ("stopped", seen.error) if seen.error else (seen.state, "")
+        idle = "" if seen.units else "not started yet"
+        return ("stopped", seen.error) if seen.error else (seen.state, idle)
     if found.slurm != "ok":
         return "open", f"whether a job waits for it is not known now{last}"
     if any(j["state"] == "INTENT" for j in found.jobs):
