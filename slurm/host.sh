@@ -8,10 +8,10 @@
 # Only this script talks to Slurm on a node, and it works where scontrol is missing or forbidden.
 set -u
 grace=300 gpus=0 role=single requeue=0 rename=0 final=0 max_attempts=20 max_gpu_hours= name=job notify=() events=
-run='' suffix='' stages=''
+run='' stages='' task=${SLURM_ARRAY_TASK_ID:-0} suffix=h${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-$$}}
 while [ $# -gt 0 ]; do
     case $1 in
-        --run | --suffix | --stages | --role | --grace | --gpus | --name | --events) printf -v "${1#--}" %s "$2"; shift 2 ;;
+        --run | --suffix | --task | --stages | --role | --grace | --gpus | --name | --events) printf -v "${1#--}" %s "$2"; shift 2 ;;
         --max-attempts) max_attempts=$2; shift 2 ;;
         --max-gpu-hours) max_gpu_hours=$2; shift 2 ;;
         --notify) notify+=("$2"); shift 2 ;;
@@ -20,12 +20,13 @@ while [ $# -gt 0 ]; do
         *) echo "host.sh: unknown option: $1" >&2; exit 2 ;;
     esac
 done
-[ -n "$run" ] && [ -n "$suffix" ] && [ -n "$stages" ] && [ $# -gt 0 ] ||
-    { echo "usage: host.sh --run DIR --suffix S --stages A,B [...] -- COMMAND" >&2; exit 2; }
+[ -n "$run" ] && [ -n "$stages" ] && [ $# -gt 0 ] ||
+    { echo "usage: host.sh --run DIR --stages A,B [...] -- COMMAND" >&2; exit 2; }
 
-task=${SLURM_ARRAY_TASK_ID:-0} nodes=${SLURM_JOB_NUM_NODES:-1} restart=${SLURM_RESTART_COUNT:-0}
+nodes=${SLURM_STEP_NUM_NODES:-${SLURM_JOB_NUM_NODES:-1}} restart=${SLURM_RESTART_COUNT:-0}
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$task}
-job=${job:-${SLURM_JOB_ID:-here$$}}
+job=${job:-${SLURM_JOB_ID:-$$}}
+[ "${SLURM_STEP_ID:-batch}" = batch ] || job=$job.$task # submit --here: several workers in one job
 slot=$suffix.$task book=$run/slurm
 export KIMI_EAGLE_STOP=$book/stop/$slot KIMI_EAGLE_BEACON=$book/beacon/$slot
 export KIMI_EAGLE_JOB=$job KIMI_EAGLE_ROLE=$role KIMI_EAGLE_NODES=$nodes
@@ -86,9 +87,9 @@ tick() { # every few seconds while a stage runs
     mapfile -t line 2>/dev/null <"$KIMI_EAGLE_BEACON"
     [ "${line[2]:-0}" -gt 0 ] 2>/dev/null && open_others
     [ -e "$run/held" ] && ask held 86400
-    [ $((SECONDS - shown)) -lt 30 ] && return
+    [ -n "${line[0]:-}" ] && [ $SECONDS -ge $((shown + 30)) ] || return 0
     shown=$SECONDS
-    [ -n "${line[0]:-}" ] && show "${line[0]}" "${line[1]:-}"
+    show "${line[0]}" "${line[1]:-}"
     [ -n "$max_gpu_hours" ] && cat "$book/use/"*.txt | awk -v most="$max_gpu_hours" '
         { for (i = 1; i <= NF; i++) { split($i, kv, "="); v[kv[1]] = kv[2] }
           sum += ((v["end"] > 0 ? v["end"] : v["now"]) - v["start"]) * v["gpus"] / 3600 }
@@ -98,9 +99,10 @@ tick() { # every few seconds while a stage runs
 attempt() { # one start of the stage's process; its exit code
     local n=0
     while [ -e "$run/$stage/log/$job.$restart.$n.out" ]; do n=$((n + 1)); done
-    log=$run/$stage/log/$job.$restart.$n.out token=$job.$restart.$n.$stage shown=$((SECONDS - 25))
+    log=$run/$stage/log/$job.$restart.$n.out token=$job.$restart.$n.$stage shown=$((SECONDS - 30))
     rm -f "$KIMI_EAGLE_BEACON"
-    local argv=("${command[@]//@STAGE@/$stage}")
+    local argv=() word
+    for word in "${command[@]}"; do [ "$word" = @STAGE@ ] && word=$stage; argv+=("$word"); done
     [ "$nodes" -gt 1 ] && argv=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 "${argv[@]}")
     say "$stage starts; its log: $log"
     KIMI_EAGLE_PAYLOAD=$token "${argv[@]}" </dev/null >"$log" 2>&1 &

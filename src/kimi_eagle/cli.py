@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from kimi_eagle import __version__, cli_tools
+from kimi_eagle import __version__, cli_submit, cli_tools
 from kimi_eagle.cli_options import PATH as _PATH
 from kimi_eagle.cli_options import json_option, print_json
 
@@ -313,6 +313,7 @@ def clean(run_path: str, hidden: bool) -> None:
     click.echo(f"freed {housekeeping.clean_hidden(open_context(run_path))['bytes'] / 1e6:.1f} MB")
 
 
+main.add_command(cli_submit.submit)
 main.add_command(cli_tools.verifier)
 main.add_command(cli_tools.vocab)
 

@@ -110,8 +110,9 @@ def _entries(folder: Path) -> dict[str, int]:
 class Ledger:
     """Reads and writes the records, claims and attempts of one stage."""
 
-    def __init__(self, stage_dir: StageDir):
-        self.dir = stage_dir
+    def __init__(self, stage_dir: StageDir, recipe: str = ""):
+        """recipe: digest of the recipe that plans are made by, for `write_plan`."""
+        self.dir, self.recipe = stage_dir, recipe
 
     # -- records -------------------------------------------------------------------------------
 

@@ -340,6 +340,20 @@ def load(path: str | Path) -> Recipe:
     return parse(data, where=path, base=path.resolve().parent)
 
 
+def check_inputs(recipe: Recipe) -> None:
+    """UsageError for the first path of the recipe that does not exist; reads no content."""
+    paths = [
+        ("verifier.path", recipe.verifier.path),
+        ("benchmark.prompts", recipe.benchmark.prompts),
+    ]
+    paths += [(f"sources.{s.name}.path", s.path) for s in recipe.sources]
+    if recipe.template.chat_template:
+        paths.append(("template.chat_template", recipe.template.chat_template))
+    for key, path in paths:
+        if not Path(path).exists():
+            raise UsageError(f"{key} names nothing: {path}", where=recipe.name)
+
+
 def parse(data: dict[str, Any], *, where: object, base: Path) -> Recipe:
     """Check recipe data; `base` is the folder that relative paths count from."""
     return _absolute(validated(Recipe, data, where), base)

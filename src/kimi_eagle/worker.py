@@ -56,7 +56,7 @@ class Worker:
     ):
         """on_look: called from the heartbeat thread now and then, and after each commit."""
         self.dir = stage_dir.make()
-        self.ledger = Ledger(stage_dir)
+        self.ledger = Ledger(stage_dir, recipe_digest)
         who = liveness.identity()
         # host.sh, which outlives this process, drops the claims of its own job by this prefix.
         self.job = os.environ.get("KIMI_EAGLE_JOB")

@@ -25,7 +25,7 @@ def write(path: Path, run: RunDir, worker: Worker) -> None:
     comment = f"{percent}%" + (f" {_short(rate)} tok/s" if rate else "")
     if eta is not None:
         comment += f" ETA {int(eta) // 3600}:{int(eta) % 3600 // 60:02d}"
-    lines = [f"{SHORT[stage]}-{percent}%", comment, str(worker.committed)]
+    lines = [f"{SHORT[stage]}-{percent:02d}%", comment, str(worker.committed)]
     lines.append(f"{seen.done}/{seen.units}")
     files.write_atomic(path, "\n".join(lines) + "\n", sync=False)
 

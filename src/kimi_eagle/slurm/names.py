@@ -21,6 +21,6 @@ def new_suffix() -> str:
 
 
 def waiting_name(stage: str, recipe_name: str) -> str:
-    """`ext-kimi`: what plain squeue shows of a job that waits; at most 8 characters."""
+    """`ext-kimi`: what plain squeue shows of a job that waits; always 8 characters."""
     letters = re.sub(r"[^A-Za-z0-9]", "", recipe_name)[:4].lower()
-    return f"{SHORT[stage]}-{letters}"
+    return f"{SHORT[stage]}-{letters:-<4}"

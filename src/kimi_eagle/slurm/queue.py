@@ -75,14 +75,16 @@ def call(argv: list[str], *, timeout: float = CALL_SECONDS) -> subprocess.Comple
         raise RunError(f"{argv[0]} did not answer within {timeout:.0f} s") from None
 
 
-def queued(suffixes: Iterable[str] | None = None) -> list[Queued]:
+def queued(suffixes: Iterable[str] | None = None, *, ended: bool = False) -> list[Queued]:
     """My jobs that are not over, array tasks one by one; only those of these suffixes if given.
+
+    ended: also jobs that are over, for as long as Slurm remembers them (MinJobAge).
 
     RunError with Slurm's words where the controller does not answer.
     """
     # The comment comes last: it is the one field that may hold the separator.
     argv = ["squeue", "--noheader", "--array", "--me", "--format", "|".join(_FIELDS)]
-    done = call(argv)
+    done = call([*argv, "--states=all"] if ended else argv)
     if done.returncode:
         raise RunError(f"squeue: {said(done)}", fix="see whether sinfo answers, then try again")
     wanted = None if suffixes is None else set(suffixes)

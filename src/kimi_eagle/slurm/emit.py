@@ -1,0 +1,95 @@
+"""The same jobs as files: --dry-run prints them, --emit writes them to be submitted by hand.
+
+`slurm/*.sbatch` and `slurm/submit.sh` of the checkout are what `emit` writes for
+jobs/kimi-k2.5.toml on the example site; a test compares them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kimi_eagle import files
+from kimi_eagle.errors import UsageError
+from kimi_eagle.recipe import Recipe
+from kimi_eagle.rundir import RunDir
+from kimi_eagle.site import Site
+from kimi_eagle.slurm.jobs import Job, plan_jobs
+from kimi_eagle.slurm.sbatch import BY_HAND, text, words_for
+
+SUBMIT_HEAD = """#!/bin/bash
+# Submits the files beside it in order, each behind the jobs it needs: bash submit.sh RUN
+# RUN must exist: `kimi-eagle submit RECIPE --site SITE --emit DIR` makes it.
+set -euo pipefail
+cd "$(dirname "$0")"
+run=$(realpath "${1:?usage: bash submit.sh RUN}")
+mkdir -p "$run/slurm/jobs"
+upstream=
+job() { # FILE DEPENDENCY...: the id of the job
+    local file=$1 after=$2
+    sbatch --parsable ${after:+--dependency="afterany$after"} "$file" "$run" | cut -d';' -f1
+}
+"""
+
+
+def dry_run(run: RunDir, recipe: Recipe, site: Site, *, only: str | None = None) -> str:
+    """Every job of the whole recipe as sbatch text, with a line of comment before each."""
+    shown = []
+    for job in _jobs(recipe, site, only):
+        words = words_for(run, None)
+        body = text(job, recipe, site, words, folder=run.slurm.log)
+        shown.append(f"# {job.file_name}: {_about(job)}\n{body}")
+    return "\n".join(shown)
+
+
+def emit(
+    run: RunDir, recipe: Recipe, site: Site, folder: Path, *, only: str | None = None
+) -> list[Path]:
+    """Write one sbatch file a job and submit.sh, which sends them in order."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError("not a folder", where=folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    jobs = _jobs(recipe, site, only)
+    for job in jobs:
+        body = text(job, recipe, site, BY_HAND, folder=run.slurm.log)
+        files.write_atomic(folder / job.file_name, body)
+        written.append(folder / job.file_name)
+    files.write_atomic(folder / "submit.sh", submit_script(jobs))
+    return [*written, folder / "submit.sh"]
+
+
+def submit_script(jobs: list[Job]) -> str:
+    """The shell script that knows the order."""
+    lines, canary = [], False
+    for n, job in enumerate(jobs):
+        if n and job.group != jobs[n - 1].group:
+            lines.append("upstream=$upstream$group")
+            canary = False
+        if n == 0 or job.group != jobs[n - 1].group:
+            lines.append("group=")
+        after = "$upstream"
+        if job.link and job.link != jobs[n - 1].link:
+            lines.append("before=$group")
+        if job.link:
+            after = "$before"
+        elif canary:
+            after = ":$canary"
+        lines.append(f'id=$(job {job.file_name} "{after}")')
+        if job.role == "canary":
+            lines.append("canary=$id")
+            canary = True
+        elif canary and not job.link:
+            lines.append('echo "$id" >>"$run/slurm/jobs/h$canary.others"')
+        lines.append("group=$group:$id")
+        lines.append(f'echo "$id {_about(job)}"')
+    return SUBMIT_HEAD + "\n".join(lines) + "\n"
+
+
+def _jobs(recipe: Recipe, site: Site, only: str | None) -> list[Job]:
+    groups = [g for g, stages in enumerate(recipe.slurm.groups) if only is None or only in stages]
+    return [job for jobs in plan_jobs(recipe, site, groups, only=only) for job in jobs]
+
+
+def _about(job: Job) -> str:
+    count = f", {job.tasks} at once" if job.tasks > 1 else ""
+    return f"{', '.join(job.stages)} ({job.role}{count})"
