@@ -136,8 +136,7 @@ def test_a_name_that_no_job_could_show_is_asked_for(tmp_path: Path) -> None:
         ({"time": "1h"}, ["time", "'1h'", "D-HH"]),
         ({"time": "UNLIMITED"}, ["time", "UNLIMITED"]),
         ({"time": "0"}, ["time", "more than 0"]),
-        ({"time": "5", "grace_seconds": 300}, ["time '5'", "grace_seconds"]),
-        ({"times": {"train": "4"}}, ["times.train '4'", "grace_seconds"]),
+        ({"times": {"train": "4h"}}, ["times.train", "'4h'", "D-HH"]),
         ({"times": {"trane": "1:00:00"}}, ["trane", "train"]),
         ({"grace_seconds": 0}, ["grace_seconds"]),
         ({"grace_seconds": 70_000}, ["grace_seconds", "65535"]),
@@ -400,7 +399,7 @@ def test_times_are_read_as_slurm_reads_them(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    "0 00:00:00 0-0 -1 1- -1:00 1:2:3:4 1-2:3:4:5 1.5 1h INFINITE UNLIMITED 367-0 ١ 1;2 999999999".split()
+    "0 00:00:00 0-0 -1 1- -1:00 1:2:3:4 1-2:3:4:5 1.5 1h INFINITE UNLIMITED 367-0 ١ 1;2".split()
     + ["", " 1", "1 ", "1\n", "9" * 4096],
 )
 def test_what_is_no_time_is_refused(text: str) -> None:
