@@ -1,37 +1,33 @@
 #!/bin/bash
 # The one supervisor of a job on its node: starts the stages, watches them, and decides what an end
-# means. Every sbatch file ends in `exec bash host.sh OPTIONS -- COMMAND`; @STAGE@ in COMMAND becomes
-# the stage. Exit codes of COMMAND: 0 nothing left here, 75 stopped with work left, 76 not yet,
+# means. Every sbatch file ends in `exec bash host.sh OPTIONS -- COMMAND`; the word @STAGE@ in COMMAND
+# becomes the stage. Exit codes of COMMAND: 0 nothing left here, 75 stopped with work left, 76 not yet,
 # 2 and 78 refused (trying again is useless), anything else is a death.
 #   USR2 (before a time limit or preemption): stop file; the unit ends, or is dropped in time; requeue
 #   TERM (scancel, preemption, node going away): passed on at once; Slurm requeues what it preempted
 # Only this script talks to Slurm on a node, and it works where scontrol is missing or forbidden.
 set -u
-grace=300 gpus=0 role=single requeue=0 rename=0 final=0 max_attempts=20 max_gpu_hours= name=job notify=() events=
-run='' stages='' task=${SLURM_ARRAY_TASK_ID:-0} suffix=h${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-$$}}
+run='' stages='' role=single name=job gpus=0 grace=300 requeue=0 rename=0 final=0 attempts=20 hours='' events='' notify=()
+task=${SLURM_ARRAY_TASK_ID:-0} suffix=h${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-$$}}
 while [ $# -gt 0 ]; do
     case $1 in
-        --run | --suffix | --task | --stages | --role | --grace | --gpus | --name | --events) printf -v "${1#--}" %s "$2"; shift 2 ;;
-        --max-attempts) max_attempts=$2; shift 2 ;;
-        --max-gpu-hours) max_gpu_hours=$2; shift 2 ;;
+        --run | --suffix | --task | --stages | --role | --grace | --gpus | --name | --events | --attempts | --hours)
+            printf -v "${1#--}" %s "$2"; shift 2 ;;
         --notify) notify+=("$2"); shift 2 ;;
         --requeue | --rename | --final) printf -v "${1#--}" 1; shift ;;
         --) shift; break ;;
         *) echo "host.sh: unknown option: $1" >&2; exit 2 ;;
     esac
 done
-[ -n "$run" ] && [ -n "$stages" ] && [ $# -gt 0 ] ||
-    { echo "usage: host.sh --run DIR --stages A,B [...] -- COMMAND" >&2; exit 2; }
-
-nodes=${SLURM_STEP_NUM_NODES:-${SLURM_JOB_NUM_NODES:-1}} restart=${SLURM_RESTART_COUNT:-0}
-job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$task}
-job=${job:-${SLURM_JOB_ID:-$$}}
+[ -n "$run" ] && [ -n "$stages" ] && [ $# -gt 0 ] || { echo "usage: host.sh --run DIR --stages A,B -- COMMAND" >&2; exit 2; }
+command=("$@") restart=${SLURM_RESTART_COUNT:-0} nodes=${SLURM_STEP_NUM_NODES:-${SLURM_JOB_NUM_NODES:-1}}
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$task} job=${job:-${SLURM_JOB_ID:-$$}}
 [ "${SLURM_STEP_ID:-batch}" = batch ] || job=$job.$task # submit --here: several workers in one job
-slot=$suffix.$task book=$run/slurm
+slot=$suffix.$task book=$run/slurm node=${SLURMD_NODENAME:-$(hostname)}
 export KIMI_EAGLE_STOP=$book/stop/$slot KIMI_EAGLE_BEACON=$book/beacon/$slot
 export KIMI_EAGLE_JOB=$job KIMI_EAGLE_ROLE=$role KIMI_EAGLE_NODES=$nodes
 [ -n "${SLURM_CPUS_PER_TASK:-}" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun >= 22.05 forgets it
-asked='' stage='' child='' deadline=0 started=0 why=running log=
+asked='' stage='' child='' log=/dev/null why=running token='' deadline=0 started=0 shown=0
 
 say() { echo "$(date +%FT%T) $job: $*"; }
 replace() { printf '%s\n' "$2" >"$1.tmp.$slot" && mv -f "$1.tmp.$slot" "$1"; } # FILE TEXT, whole or not at all
@@ -41,73 +37,61 @@ tell() { # EVENT TEXT: the recipe's own command, if it wants this event
     [[ ${#notify[@]} -gt 0 && ",$events," == *",$1,"* ]] || return 0
     timeout 60 "${notify[@]}" "$1" "$run" "$2" </dev/null || say "the notice command failed ($?)"
 }
-hold() { # FILE REASON: the first reason stays
-    set -o noclobber
-    if { printf '%s\n' "$2" >"$1"; } 2>/dev/null; then tell hold "$2"; fi
-    set +o noclobber
+hold() { # FILE REASON: nobody starts here any more; the first reason stays
+    ( set -o noclobber; printf '%s\n' "$2" >"$1" ) 2>/dev/null && tell hold "$2"
+    why=held
 }
-use() { # END: what this start has used so far
-    local now; now=$(date +%s)
-    replace "$book/use/$slot.$restart.$stage.txt" "start=$started now=$now end=${1:-0} gpus=$((gpus * nodes))\
- cpus=$(nproc) nodes=$nodes node=${SLURMD_NODENAME:-$(hostname)} job=$job why=$why stage=$stage"
+use() { # [END]: what this start has used so far
+    replace "$book/use/$slot.$restart.$stage.txt" "start=$started now=$(date +%s) end=${1:-0} gpus=$((gpus * nodes))\
+ cpus=$(nproc) nodes=$nodes node=$node job=$job why=$why stage=$stage"
 }
-show() { # NAME COMMENT: what squeue says of this job
-    [ "$rename" = 1 ] || return 0
-    slurm update JobId="$job" JobName="$1-$suffix" Comment="$2" || rename=0
+show() { # NAME COMMENT: what squeue says of this job, until Slurm refuses it
+    [ "$rename" = 1 ] && { slurm update JobId="$job" JobName="$1-$suffix" Comment="$2" || rename=0; }
 }
-drop_claims() { # DIED: the dead hold nothing; a unit in which a worker died unasked counts one try
+drop_claims() { # [DEATH]: the dead hold nothing; a unit in which a worker died unasked counts a try
     local claim holder
     for claim in "$run/$stage/claims/"*; do
-        read -r holder 2>/dev/null <"$claim" || continue
-        [[ $holder == "j$job-"* ]] || continue
-        [ -n "$1" ] && echo "$job $1" >>"$run/$stage/attempts/${claim##*/}.died"
+        read -r holder 2>/dev/null <"$claim" && [[ $holder == "j$job-"* ]] || continue
+        [ -n "${1:-}" ] && units=1 && echo "$job $1" >>"$run/$stage/attempts/${claim##*/}.died"
         rm -f "$claim"
     done
 }
-payload() { grep -lsz "^KIMI_EAGLE_PAYLOAD=$token\$" /proc/[0-9]*/environ | cut -d/ -f3; } # with its orphans
-ask() { # WHY SECONDS: leave after the unit, or drop it when the seconds are over
-    asked=${asked:-$1} deadline=$((SECONDS + $2))
-    : >"$KIMI_EAGLE_STOP"
-}
+payload() { grep -lsz "^KIMI_EAGLE_PAYLOAD=$token\$" /proc/[0-9]*/environ | cut -d/ -f3; } # with orphans
+ask() { asked=${asked:-$1} deadline=$((SECONDS + $2)); : >"$KIMI_EAGLE_STOP"; } # WHY SECONDS until the unit is dropped
 trap 'say "USR2: the time is nearly over"; ask limit $((grace * 3 / 4))' USR2
-trap 'asked=${asked:-term}; deadline=$SECONDS; [ -n "$child" ] && kill -TERM "$child" 2>/dev/null' TERM INT
+trap 'asked=${asked:-term} deadline=$SECONDS; [ -n "$child" ] && kill -TERM "$child" 2>/dev/null' TERM INT
 
 open_others() { # the canary's first unit is done: the others need not wait for the end of this job
-    local others=$book/jobs/$suffix.others id opened=1
-    [ "$role" = canary ] && [ -s "$others" ] || return 0
-    while read -r id; do slurm update JobId="$id" Dependency= || opened=0; done <"$others"
-    role=open
-    [ "$opened" = 1 ] && say "first unit done: the other workers may start" && return
-    say "first unit done: leaving, so that the other workers may start"
-    ask canary 86400
+    local id opened=1
+    [ "$role" = canary ] && [ -s "$book/jobs/$suffix.others" ] || return 0
+    while read -r id; do slurm update JobId="$id" Dependency= || opened=0; done <"$book/jobs/$suffix.others"
+    role=opened
+    say "first unit done: the other workers may start"
+    [ "$opened" = 1 ] || ask canary 86400 # they wait for the end of this job, so it has to end
 }
 tick() { # every few seconds while a stage runs
-    local line=()
-    use
+    local line=(); use
     mapfile -t line 2>/dev/null <"$KIMI_EAGLE_BEACON"
-    [ "${line[2]:-0}" -gt 0 ] 2>/dev/null && open_others
+    [ "${line[2]:-0}" -gt 0 ] && open_others
     [ -e "$run/held" ] && ask held 86400
     [ -n "${line[0]:-}" ] && [ $SECONDS -ge $((shown + 30)) ] || return 0
     shown=$SECONDS
     show "${line[0]}" "${line[1]:-}"
-    [ -n "$max_gpu_hours" ] && cat "$book/use/"*.txt | awk -v most="$max_gpu_hours" '
+    [ -n "$hours" ] && cat "$book/use/"*.txt | awk -v most="$hours" '
         { for (i = 1; i <= NF; i++) { split($i, kv, "="); v[kv[1]] = kv[2] }
           sum += ((v["end"] > 0 ? v["end"] : v["now"]) - v["start"]) * v["gpus"] / 3600 }
-        END { exit sum < most }' && hold "$run/held" "max_gpu_hours = $max_gpu_hours reached"
-    return 0
+        END { exit sum < most }' && hold "$run/held" "max_gpu_hours = $hours reached"
 }
 attempt() { # one start of the stage's process; its exit code
-    local n=0
+    local n=0 next=0 argv=() word rc
     while [ -e "$run/$stage/log/$job.$restart.$n.out" ]; do n=$((n + 1)); done
     log=$run/$stage/log/$job.$restart.$n.out token=$job.$restart.$n.$stage shown=$((SECONDS - 30))
-    rm -f "$KIMI_EAGLE_BEACON"
-    local argv=() word
     for word in "${command[@]}"; do [ "$word" = @STAGE@ ] && word=$stage; argv+=("$word"); done
     [ "$nodes" -gt 1 ] && argv=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 "${argv[@]}")
+    rm -f "$KIMI_EAGLE_BEACON"
     say "$stage starts; its log: $log"
     KIMI_EAGLE_PAYLOAD=$token "${argv[@]}" </dev/null >"$log" 2>&1 &
     child=$!
-    local next=0
     while kill -0 "$child" 2>/dev/null; do
         [ $SECONDS -ge $next ] && next=$((SECONDS + 5)) && tick
         if [ -n "$asked" ] && [ $SECONDS -ge $deadline ]; then
@@ -116,24 +100,21 @@ attempt() { # one start of the stage's process; its exit code
         fi
         sleep 0.5 & wait $!
     done
-    wait "$child"; local rc=$?
+    wait "$child"; rc=$?
     child=''
     kill -KILL $(payload) 2>/dev/null # orphans of a killed process still hold GPUs
     return $rc
 }
 one_stage() { # until nothing is left for this job; sets why
-    local early=0 rc units starts
-    mkdir -p "$run/$stage/log" "$run/$stage/claims" "$run/$stage/attempts"
+    local early=0 rc units held
     started=$(date +%s) why=running
+    mkdir -p "$run/$stage"/{log,claims,attempts}
     while :; do
-        for held in "$run/held" "$run/$stage/held"; do
-            [ -e "$held" ] && why=held && say "held: $(cat "$held")" && return
-        done
-        echo "$job $restart ${SLURMD_NODENAME:-$(hostname)} $(date +%s) $stage" >>"$book/starts/$slot.txt"
-        starts=$(grep -c " $stage\$" "$book/starts/$slot.txt")
-        [ "$starts" -gt "$max_attempts" ] && why=held &&
-            hold "$run/$stage/held" "this worker was started $max_attempts times ($job)" && return
-        drop_claims '' # of an earlier start of this job that was cut off
+        for held in "$run/held" "$run/$stage/held"; do [ -e "$held" ] && why=held && return; done
+        echo "$job $restart $node $(date +%s) $stage" >>"$book/starts/$slot.txt"
+        [ "$(grep -c " $stage\$" "$book/starts/$slot.txt")" -gt "$attempts" ] &&
+            hold "$run/$stage/held" "a worker was started $attempts times and is not done ($job)" && return
+        drop_claims # of an earlier start of this job that was cut off
         attempt; rc=$?
         units=$(sed -n 3p "$KIMI_EAGLE_BEACON" 2>/dev/null)
         say "$stage ended with $rc after ${units:-0} units"
@@ -143,16 +124,14 @@ one_stage() { # until nothing is left for this job; sets why
             76) why=waiting; return ;;
             2 | 78) why=refused; return ;;
         esac
-        [ -n "$asked" ] && drop_claims '' && why=$asked && return
-        grep -qs "^j$job-" "$run/$stage/claims/"* && units=1 # died in a unit, which counts against the unit
+        [ -n "$asked" ] && drop_claims && why=$asked && return
         drop_claims "exit $rc"
         [ "${units:-0}" -gt 0 ] && early=0 || early=$((early + 1))
-        [ $early -ge 3 ] && why=held &&
-            hold "$run/$stage/held" "died 3 times before any unit on ${SLURMD_NODENAME:-$(hostname)}: $(tail -n 1 "$log")" && return
+        [ $early -lt 3 ] ||
+            { hold "$run/$stage/held" "died 3 times before any unit on $node: $(tail -n 1 "$log")"; return; }
     done
 }
-command=("$@")
-rm -f "$KIMI_EAGLE_STOP"
+mkdir -p "$book"/{jobs,starts,use,stop,beacon} && rm -f "$KIMI_EAGLE_STOP"
 for stage in ${stages//,/ }; do
     one_stage
     use "$(date +%s)"
@@ -160,17 +139,12 @@ for stage in ${stages//,/ }; do
 done
 [ "$why" = waiting ] && [ "$stage" != "${stages%%,*}" ] && say "others of this group go on" && exit 0
 case $why in
-    done) [ "$final" = 1 ] && tell end "the run is finished"; exit 0 ;;
+    done) [ "$final" = 0 ] || tell end "the run is finished"; exit 0 ;;
     canary | stopped) exit 0 ;;
     limit | waiting)
         show "$name" "$why"
-        if [ "$requeue" = 1 ]; then
-            say "requeue ($why)"
-            trap '' TERM USR2 # the requeue ends this script
-            slurm requeue "$job" && sleep 60
-            say "requeue was refused"
-        fi
-        exit 75 ;;
-    held | refused) tell failure "$stage: $why: $(tail -n 1 "${log:-/dev/null}")"; exit 1 ;;
+        [ "$requeue" = 1 ] && trap '' TERM USR2 && slurm requeue "$job" && sleep 60 # which ends this script
+        say "left ($why); not requeued"; exit 75 ;;
+    held | refused) tell failure "$stage: $why: $(cat "$run/held" "$run/$stage/held" 2>/dev/null || tail -n 1 "$log")"; exit 1 ;;
     *) exit 143 ;;
 esac

@@ -80,9 +80,9 @@ def _start(
     argv += ["--input=none", "--export=ALL"]
     argv += ["bash", str(run.slurm.host), "--run", str(run.path), "--suffix", suffix]
     argv += ["--task", str(number), "--role", role, "--stages", ",".join(stages)]
-    argv += ["--gpus", str(section.gpus), "--max-attempts", str(section.max_attempts)]
+    argv += ["--gpus", str(section.gpus), "--attempts", str(section.max_attempts)]
     if section.max_gpu_hours is not None:
-        argv += ["--max-gpu-hours", f"{section.max_gpu_hours:g}"]
+        argv += ["--hours", f"{section.max_gpu_hours:g}"]
     argv += ["--", sys.executable, "-m", "kimi_eagle", "stage", "@STAGE@", "--run", str(run.path)]
     env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
     return subprocess.Popen(argv, env=env)

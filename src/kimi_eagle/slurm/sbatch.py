@@ -106,10 +106,10 @@ def command(job: Job, recipe: Recipe, site: Site, words: Words) -> str:
         ("--stages", ",".join(job.stages)),
         ("--gpus", str(job.gpus)),
         ("--grace", str(job.grace)),
-        ("--max-attempts", str(section.max_attempts)),
+        ("--attempts", str(section.max_attempts)),
     ]
     if section.max_gpu_hours is not None:
-        options.append(("--max-gpu-hours", f"{section.max_gpu_hours:g}"))
+        options.append(("--hours", f"{section.max_gpu_hours:g}"))
     options += [("--notify", shlex.quote(word)) for word in notify.command]
     if notify.command:
         options.append(("--events", ",".join(notify.on)))
