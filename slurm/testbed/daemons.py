@@ -14,7 +14,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import processes
 from processes import Process
@@ -23,6 +22,8 @@ from settings import Settings, Stop, find
 # What would change the commands' output or a daemon's mind.
 FOREIGN = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_",
            "SALLOC_", "MYSQL_", "MUNGE_")
+
+MARK = "KIMI_EAGLE_TESTBED_DAEMON"  # in the environment of each, with the file that it is known by
 
 
 class Testbed:
@@ -43,8 +44,17 @@ class Testbed:
         return ["munged", *database, "slurmctld", *nodes]
 
     def process(self, name: str) -> Process | None:
-        """The running daemon."""
-        return processes.recall(self.dir / "run" / name)
+        """The running daemon; also one whose start was cut short before it was written down."""
+        file = self.dir / "run" / name
+        process = processes.recall(file)
+        if not process:
+            mark = f"{MARK}={file}"
+            for candidate in processes.everyone():
+                # A step of slurmd has it too.
+                if mark in processes.environment(candidate.pid) and "step" not in candidate.comm:
+                    processes.remember(file, candidate.pid)
+                    return candidate
+        return process
 
     def command(self, name: str) -> list[str]:
         """How a daemon is started, in the foreground."""
@@ -78,10 +88,12 @@ class Testbed:
                 self.wait(name, lambda: listens(self.settings.port) and self.ok("scontrol", "ping"))
 
     def launch(self, name: str) -> None:
+        """Start one and write down which process it is."""
         command = self.command(name)
         command[0] = find(command[0]) or command[0]
         # MYSQL_UNIX_PORT: slurmdbd has no setting for the socket of its database.
-        env = {**self.env, "MYSQL_UNIX_PORT": f"{self.dir}/db/socket"}
+        mark = {MARK: f"{self.dir}/run/{name}"}
+        env = {**self.env, "MYSQL_UNIX_PORT": f"{self.dir}/db/socket", **mark}
         with open(self.dir / f"log/{name}.out", "ab") as out:
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                      cwd=self.dir, env=env, start_new_session=True)
@@ -151,8 +163,10 @@ class Testbed:
 
     def node_states(self) -> dict[str, str]:
         """Name to state, with Slurm's mark (`down*`); empty if slurmctld does not answer."""
+        if not self.process("slurmctld"):
+            return {}  # sinfo would try for long
         done = self.call("sinfo", "-h", "-N", "-p", "all", "-o", "%N %T", seconds=5)
-        return dict(line.split() for line in done.stdout.splitlines()) if not done.returncode else {}
+        return {} if done.returncode else dict(map(str.split, done.stdout.splitlines()))
 
     def wait_nodes(self, names: list[str], seconds: float = 30) -> None:
         """Until slurmctld counts on these nodes."""
@@ -164,19 +178,36 @@ class Testbed:
                 raise self.failure(f"node {bad[0]} is {state}", f"slurmd-{bad[0]}")
             time.sleep(0.05)
 
-    def strays(self, *more: str) -> list[Process]:
-        """Steps and tasks of jobs, told by the private SLURM_CONF in their environment. A shell
-        that only uses the testbed has no SLURM_JOB_ID or SLURMD_NODENAME, and is left alone."""
+    def of_jobs(self, node: str = "") -> list[Process]:
+        """Steps and tasks of jobs, on one node or on all.
+
+        A slurmstepd writes over its own environment: it is told by slurmd's log, which it holds
+        open. A task is told by SLURM_CONF and the node's name in its environment, so that one which
+        left its parents is found too; a shell that only uses the testbed has no such name.
+        """
+        log = f"{self.dir}/log/slurmd-{node}"
         conf = f"SLURM_CONF={self.settings.slurm_conf}"
         found = []
         for process in processes.everyone():
-            env = processes.environment(process.pid)
-            if conf in env and env.issuperset(more):
-                if process.comm.startswith("slurmstepd") or any(
-                    e.startswith(("SLURM_JOB_ID=", "SLURMD_NODENAME=")) for e in env
-                ):
-                    found.append(process)
+            if process.comm.startswith("slurmstepd"):
+                mine = any(file.startswith(log) for file in processes.open_files(process.pid))
+            else:
+                env = processes.environment(process.pid)
+                names = {e.partition("=")[2] for e in env if e.startswith("SLURMD_NODENAME=")}
+                mine = conf in env and bool(names) and (not node or node in names)
+            if mine:
+                found.append(process)
         return processes.with_descendants(found)
+
+    def kill_jobs(self, node: str = "") -> None:
+        """Kill steps and tasks, and what they started while we looked."""
+        for _ in range(50):
+            found = self.of_jobs(node)
+            if not found:
+                return
+            for process in found:
+                processes.send(process, signal.SIGKILL)
+            processes.wait_gone(found, 1)
 
 
 def listens(port: int) -> bool:

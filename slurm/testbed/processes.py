@@ -2,8 +2,8 @@
 
 A process is known by its id, its start time and the boot it was started in, written to a file when
 it starts; ids alone are reused. What has no such file (a slurmstepd that outlived its slurmd, a
-task of a job) is found by the testbed's private SLURM_CONF in its environment. Nothing is ever
-looked for by name.
+task of a job) is found by what is private to a testbed: a file held open, SLURM_CONF in its
+environment. Nothing is ended for its name.
 """
 
 from __future__ import annotations
@@ -89,9 +89,12 @@ def environment(pid: int) -> set[str]:
         return set()
 
 
-def with_environment(*wanted: str) -> list[Process]:
-    """All processes that were started with these NAME=VALUE."""
-    return [p for p in everyone() if environment(p.pid).issuperset(wanted)]
+def open_files(pid: int) -> list[str]:
+    """Paths of what a process holds open; empty if it is another user's."""
+    try:
+        return [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    except OSError:
+        return []
 
 
 def with_descendants(roots: Iterable[Process]) -> list[Process]:

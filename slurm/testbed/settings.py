@@ -32,13 +32,24 @@ ACCOUNTING_PACKAGES = {
 }
 
 
+LIMITS = {
+    "port": (1024, 65000),
+    "nodes": (1, 40),
+    "gpus": (1, 64),
+    "grace_time": (0, 3600),
+    "max_array_size": (2, 4000001),
+    "min_job_age": (2, 86400),
+    "requeue_wait": (2, 3600),
+}
+
+
 class Stop(Exception):
     """One line for the user: what, where, how to fix it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The dials. Those of SHAPE hold until the testbed is down; the others may be changed any time."""
+    """The dials. Those of SHAPE hold until the testbed is down, the others may change any time."""
 
     port: int = 0
     """First of 10 + nodes ports; 0: chosen."""
@@ -59,6 +70,13 @@ class Settings:
     dir: Path = dataclasses.field(default=Path(), compare=False)
 
     SHAPE = ("port", "nodes", "gpus", "accounting")
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in LIMITS.items():
+            value = getattr(self, name)
+            if not low <= value <= high and (name, value) != ("port", 0):
+                option = "--" + name.replace("_", "-")
+                raise Stop(f"{option} {value}; fix: a number from {low} to {high}")
 
     @property
     def node_names(self) -> list[str]:
@@ -89,8 +107,8 @@ def load(directory: Path) -> Settings | None:
     file = directory / "settings.json"
     check_directory(directory)
     if not file.exists():
-        if directory.exists() and any(p.name not in ("lock", "settings.new") for p in
-                                      directory.iterdir()):
+        known = {"lock", "settings.new"}
+        if directory.exists() and {p.name for p in directory.iterdir()} - known:
             raise Stop(f"{directory} holds something that is no testbed; fix: choose another --dir")
         return None
     try:
@@ -109,29 +127,35 @@ def check_directory(directory: Path) -> None:
         raise Stop(f"{directory}: slurm.conf cannot hold this name; fix: a plainer --dir")
     if directory.exists() and directory.stat().st_uid != os.getuid():
         owner = directory.stat().st_uid
-        raise Stop(f"{directory} belongs to user {owner}; fix: be that user or choose another --dir")
+        raise Stop(f"{directory} belongs to user {owner}; fix: be that user, or another --dir")
     for parent in directory.parents:
         if parent.exists():
             mode = parent.stat().st_mode
             if not mode & 0o001 or mode & 0o022 and not mode & 0o1000:
-                raise Stop(f"{directory}: munge needs folders that all may pass and nobody else may "
-                           f"write, {parent} has mode {mode & 0o7777:o}; fix: --dir below /tmp")
+                raise Stop(f"{parent} has mode {mode & 0o7777:o}: munge needs folders that all may "
+                           "pass and no other may write; fix: a --dir in /tmp")
+
+
+def values(settings: Settings) -> dict[str, object]:
+    """The dials as plain values."""
+    return {k: v for k, v in dataclasses.asdict(settings).items() if k != "dir"}
 
 
 def save(settings: Settings) -> None:
     """Whole or not at all."""
-    values = dataclasses.asdict(settings)
-    del values["dir"]
     draft = settings.dir / "settings.new"
-    draft.write_text(json.dumps(values, indent=2) + "\n")
+    draft.write_text(json.dumps(values(settings), indent=2) + "\n")
     draft.replace(settings.dir / "settings.json")
 
 
-def with_free_ports(settings: Settings) -> Settings:
-    """A range that nobody uses, begun at a place of its own for each directory, so that two
-    testbeds that come up at the same moment do not choose the same."""
+def with_free_ports(settings: Settings, asked: bool) -> Settings:
+    """A range that nobody uses: the one that was asked for, else the one it had, else a new one.
+
+    The search begins at a place of its own for each directory, so that two testbeds which come up
+    at the same moment do not choose the same.
+    """
     width = 50
-    if settings.port:
+    if settings.port and (asked or all(map(is_free, settings.ports.values()))):
         candidates = [settings.port]
     else:
         ranges = (LAST_PORT - FIRST_PORT) // width
@@ -141,7 +165,8 @@ def with_free_ports(settings: Settings) -> Settings:
         settings = dataclasses.replace(settings, port=port)
         if all(map(is_free, settings.ports.values())):
             return settings
-    raise Stop(f"no free ports from {candidates[0]} on; fix: --port")
+    taken = [port for port in settings.ports.values() if not is_free(port)]
+    raise Stop(f"port {taken or settings.port} is in use; fix: another --port")
 
 
 def is_free(port: int) -> bool:
@@ -170,6 +195,7 @@ def find(name: str) -> str | None:
 
 def write_configuration(s: Settings) -> bool:
     """Write all files; True if one that the daemons read has changed."""
+    s.dir.chmod(0o755)
     for name in ("etc", "run", "state", "log", "dev", "munge", "db"):
         (s.dir / name).mkdir(exist_ok=True)
     for node in s.node_names:
@@ -181,19 +207,22 @@ def write_configuration(s: Settings) -> bool:
         link = s.dir / f"dev/nvidia{i}"
         if not link.is_symlink():
             link.symlink_to("/dev/null")
-    accounting = "AccountingStorageType=accounting_storage/none\n" \
-        "JobAcctGatherType=jobacct_gather/none"
+    accounting = {
+        "AccountingStorageType": "accounting_storage/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+    }
     if s.accounting:
-        accounting = (
-            "AccountingStorageType=accounting_storage/slurmdbd\n"
-            "AccountingStorageHost=127.0.0.1\n"
-            f"AccountingStoragePort={s.port + 1}\n"
-            f"AccountingStoragePass={s.dir}/munge/socket\n"
-            "AccountingStorageTRES=gres/gpu\n"
-            "JobAcctGatherType=jobacct_gather/linux\n"
-            "JobAcctGatherFrequency=task=5"
-        )
-    values = {
+        accounting = {
+            "AccountingStorageType": "accounting_storage/slurmdbd",
+            "AccountingStorageHost": "127.0.0.1",
+            "AccountingStoragePort": s.port + 1,
+            "AccountingStoragePass": f"{s.dir}/munge/socket",
+            "AccountingStorageTRES": "gres/gpu",
+            "JobAcctGatherType": "jobacct_gather/linux",
+            "JobAcctGatherFrequency": "task=5",
+        }
+    signal = "SlurmctldParameters=preempt_send_user_signal" if s.preempt_signal else ""
+    fields = {
         **dataclasses.asdict(s),
         "host": socket.gethostname().split(".")[0],
         "user": s.user,
@@ -202,8 +231,8 @@ def write_configuration(s: Settings) -> bool:
         "port_dbd": s.port + 1,
         "nodes": f"127.0.1.[1-{s.nodes}]",
         "ports_slurmd": f"[{s.port + 10}-{s.port + 9 + s.nodes}]",
-        "preempt_signal": "SlurmctldParameters=preempt_send_user_signal" if s.preempt_signal else "",
-        "accounting": accounting,
+        "preempt_signal": signal,
+        "accounting": "\n".join(f"{key}={value}" for key, value in accounting.items()),
     }
     gres = f"Name=gpu Type=h200 File={s.dir}/dev/nvidia[0-{s.gpus - 1}] Flags=nvidia_gpu_env\n"
     changed = write(s.dir / "etc/gres.conf", gres.encode())
@@ -212,7 +241,7 @@ def write_configuration(s: Settings) -> bool:
         "slurmdbd.conf": "etc/slurmdbd.conf",
         "mariadb.cnf": "db/mariadb.cnf",
     }.items():
-        text = Template((HERE / f"{name}.in").read_text()).substitute(values)
+        text = Template((HERE / f"{name}.in").read_text()).substitute(fields)
         mode = 0o600 if name == "slurmdbd.conf" else 0o644  # slurmdbd insists
         changed |= write(s.dir / file, text.encode(), mode)
     return changed

@@ -8,6 +8,7 @@ crash or a reboot left, and makes it whole. Needs Python 3.9 and its standard li
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -18,9 +19,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import processes
 import settings as settings_module
 from daemons import Testbed
 from settings import Settings, Stop
@@ -37,8 +38,8 @@ def up(directory: Path, wishes: dict[str, object]) -> None:
             if getattr(before, key) != getattr(after, key):
                 raise Stop(f"{directory} runs with {key} = {getattr(before, key)}; "
                            "fix: testbed.py down, then up")
-    elif not saved or before.ports != after.ports:
-        after = settings_module.with_free_ports(after)
+    else:
+        after = settings_module.with_free_ports(after, asked="port" in wishes)
     settings_module.save(after)
     changed = settings_module.write_configuration(after)
     bed = Testbed(after)
@@ -62,7 +63,7 @@ def install(packages: list[str]) -> None:
     if not shutil.which("apt-get"):
         raise Stop(f"missing: {names} (Debian's names); fix: install them")
     if os.getuid() != 0:
-        raise Stop(f"missing system packages; fix: sudo apt-get install --no-install-recommends {names}")
+        raise Stop(f"missing system packages; fix: sudo apt-get install {names}")
     print(f"testbed: installing with apt-get: {names}", file=sys.stderr)
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     command = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages]
@@ -96,7 +97,7 @@ def down(directory: Path) -> None:
                 time.sleep(0.1)
     nodes = [name for name in bed.names if name.startswith("slurmd-")]
     bed.stop(*nodes, "slurmctld")
-    processes.end(bed.strays(), patience_seconds=1)
+    bed.kill_jobs()
     bed.stop("slurmdbd")
     bed.stop("mariadbd", "munged")
 
@@ -120,6 +121,7 @@ def status(directory: Path, as_json: bool) -> int:
     if as_json:
         print(json.dumps({
             "ok": well, "dir": str(directory), "slurm_conf": str(bed.settings.slurm_conf),
+            "settings": settings_module.values(bed.settings),
             "daemons": {n: {"pid": p.pid if p else None, "port": ports.get(n)}
                         for n, p in daemons.items()},
             "nodes": nodes,
@@ -135,11 +137,12 @@ def status(directory: Path, as_json: bool) -> int:
     return 0 if well else 1
 
 
-def kill_node(bed: Testbed, node: str) -> None:
+def kill_node(bed: Testbed, node: str, seen: bool) -> None:
     """What a power cut does: nothing of the node is left to tell."""
     bed.stop(f"slurmd-{node}", number=signal.SIGKILL)
-    for process in bed.strays(f"SLURMD_NODENAME={node}"):
-        processes.send(process, signal.SIGKILL)
+    bed.kill_jobs(node)
+    if seen:
+        bed.call("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=kill-node")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,11 +180,14 @@ def parser() -> argparse.ArgumentParser:
         command = add(name, text)
         if name.endswith("-node"):
             command.add_argument("node", help="1 to the number of nodes, or its name")
+        if name == "kill-node":
+            command.add_argument("--seen", action="store_true", help="tell slurmctld too, which "
+                                 "finds it by itself after some 30 s")
     return top
 
 
 FAULTS = {
-    "kill-node": "fault: kill slurmd, steps and tasks of a node; seen as down within 10 s",
+    "kill-node": "fault: kill slurmd, steps and tasks of a node",
     "start-node": "bring a node back",
     "stop-ctld": "fault: slurmctld ends",
     "kill-ctld": "fault: slurmctld is killed",
@@ -192,14 +198,14 @@ FAULTS = {
 }
 
 
-def fault(bed: Testbed, name: str, node: str | None) -> None:
+def fault(bed: Testbed, name: str, node: str | None = None, seen: bool = False) -> None:
     """The commands of FAULTS."""
     if node is not None:
         node = node if "." in node else f"127.0.1.{node}"
         if node not in bed.settings.node_names:
             raise Stop(f"no node {node}; fix: one of {', '.join(bed.settings.node_names)}")
         if name == "kill-node":
-            return kill_node(bed, node)
+            return kill_node(bed, node, seen)
         bed.start(f"slurmd-{node}")
         return bed.wait_nodes([node])
     verb, _, short = name.partition("-")
@@ -212,7 +218,24 @@ def fault(bed: Testbed, name: str, node: str | None) -> None:
         bed.start(daemon)
 
 
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One command at a time; if it was `wipe` that we waited for, begin in a new directory."""
+    while True:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with open(directory / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                same = os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / "lock"))
+            except FileNotFoundError:
+                same = False
+            if same:
+                yield
+                return
+
+
 def main() -> int:
+    os.umask(0o022)
     arguments = vars(parser().parse_args())
     command = arguments.pop("command")
     directory = Path(os.path.realpath(arguments.pop("dir")))
@@ -222,15 +245,12 @@ def main() -> int:
             return 0
         if command == "status":
             return status(directory, arguments["json"])
-        if command == "up":
-            settings_module.check_directory(directory)
-            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if not directory.exists():
+        found = settings_module.load(directory)  # refuses before anything is touched
+        if command != "up" and not (found or directory.exists()):
             if command in ("down", "wipe"):
                 return 0
             existing(directory)
-        with open(directory / "lock", "w") as lock:  # one command at a time
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(directory):
             if command == "up":
                 up(directory, {k: v for k, v in arguments.items() if v is not None})
             elif command == "down":
@@ -238,8 +258,8 @@ def main() -> int:
             elif command == "wipe":
                 wipe(directory)
             else:
-                fault(existing(directory), command, arguments.get("node"))
-    except Stop as error:
+                fault(existing(directory), command, **arguments)
+    except (Stop, OSError) as error:
         print(f"testbed: error: {error}", file=sys.stderr)
         return 1
     return 0
