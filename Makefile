@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make demo` and `make test`. Each sets up first, which takes a
 # moment when there is nothing to do. What set-up does is in containers/setup.sh.
-.PHONY: help setup demo test quick bench lint lock
+.PHONY: help setup demo test quick campaign bench testbed lint lock
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
@@ -12,6 +12,8 @@ help:
 	@echo "make test    set up, then all tests"
 	@echo "make setup   .venv from containers/cpu.lock, this package, the small model"
 	@echo "make quick   the tests that take under a minute each"
+	@echo "make campaign  the long fault tests on a real Slurm"
+	@echo "make testbed a real Slurm on this machine, to try submit without a cluster"
 	@echo "make bench   the benchmarks of tests/bench, beside the libraries' own tools"
 	@echo "make lint    ruff"
 	@echo "make lock    renew containers/*.lock (needs uv)"
@@ -26,7 +28,13 @@ test: setup
 	@$(BIN)/python -m pytest -q
 
 quick: setup
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(BIN)/python -m pytest -q -m "not slow and not campaign"
+
+campaign: setup
+	@$(BIN)/python -m pytest -q -m campaign
+
+testbed:
+	@python3 slurm/testbed/testbed.py up
 
 bench: setup
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python "$$f" || exit 1; done

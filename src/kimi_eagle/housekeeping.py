@@ -43,8 +43,13 @@ def gc(ctx: Context, *, dry_run: bool) -> dict[str, Any]:
 
 
 def retry(ctx: Context) -> dict[str, int]:
-    """Set aside the records of failed units, and of units whose files are gone or cut short."""
+    """Set aside the records of failed units, and of units whose files are gone or cut short.
+
+    Stages that were held may be started again.
+    """
     _refuse_live(ctx.run)
+    for held in (ctx.run.held, *(ctx.run.stage(name).held for name in STAGES)):
+        held.unlink(missing_ok=True)
     found: dict[str, int] = {}
     states = {s.name: s for s in survey(ctx)}
     for name in STAGES:
