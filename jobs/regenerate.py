@@ -2,8 +2,8 @@
 
     python jobs/regenerate.py jobs/kimi-k2.5.toml --site mycluster [--dry-run] [--run DIR]
 
-The same as `kimi-eagle submit RECIPE --site SITE --only regenerate`, with the same options; it waits
-behind the live jobs of the stages before it.
+The same as `kimi-eagle submit RECIPE --site SITE --only regenerate`, with the same options; it
+waits behind the live jobs of the stages before it.
 """
 
 import sys

@@ -282,7 +282,7 @@ def retry(run_path: str, as_json: bool) -> None:
     else:
         for name, count in found.items():
             click.echo(f"{name:<10} {count} unit{'s' if count > 1 else ''} open again")
-        click.echo("now: kimi-eagle run (or submit) RECIPE" if found else "no failed or damaged unit")
+        click.echo("now: kimi-eagle run or submit" if found else "no failed or damaged unit")
 
 
 @main.command()

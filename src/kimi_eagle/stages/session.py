@@ -18,6 +18,7 @@ from kimi_eagle.ledger import Unit
 from kimi_eagle.stages import UPSTREAM, module
 from kimi_eagle.stages.context import Context, GateShut, Waiting, open_context, recipe_digest
 from kimi_eagle.survey import live_workers
+from kimi_eagle.training import nodes
 from kimi_eagle.worker import Stopped, Worker
 
 DONE, STOPPED, NOT_YET, REFUSED = 0, 75, 76, 78
@@ -35,6 +36,8 @@ def run_stage(run_path: str | Path, stage: str) -> int:
     ctx = open_context(run_path)
     ctx.reading = UPSTREAM.get(stage, ())
     folder = ctx.run.stage(stage)
+    if nodes.rank() > 0:
+        return nodes.follow(folder)
     try:
         _refuse_held(ctx, stage)
         if stage == ctx.recipe.slurm.groups[0][0] and "KIMI_EAGLE_JOB" in os.environ:
@@ -54,6 +57,8 @@ def run_stage(run_path: str | Path, stage: str) -> int:
     except GateShut as e:
         click.echo(f"error: {e.line()}", err=True)
         return REFUSED
+    finally:
+        nodes.close(folder)
     return DONE
 
 

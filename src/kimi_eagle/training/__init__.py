@@ -7,6 +7,7 @@ patches.py       what torch and speculators need on a machine without an acceler
 checkpoints.py   checkpoints that are whole or not there
 trainer.py       speculators' Trainer with those checkpoints and a stop between steps
 curves.py        the metrics of a run: curves.jsonl beside speculators' own TensorBoard log
+nodes.py         torchrun over several nodes of a job
 loop.py          `train`: the run, put together
 export.py        `export`: a checkpoint as the directory that vLLM loads
 

@@ -5,7 +5,8 @@ They get a JSON spec, rank 0 writes progress.json and result.json into the worki
 ranks take the stop from rank 0, so that none leaves the others waiting in a collective. The
 alternative, torchrun around the whole stage, would put eight workers on one unit.
 
-On a CPU one rank is used; torchrun was run here with one rank only, several GPUs were not.
+On a CPU one rank is used; torchrun was run here with one rank only, several GPUs were not. Where
+the job has several nodes, `nodes.py` brings their torchruns together.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from typing import TYPE_CHECKING, Any
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
 from kimi_eagle.recipe import Recipe, parse
+from kimi_eagle.rundir import StageDir
+from kimi_eagle.training import nodes
 
 if TYPE_CHECKING:
     from kimi_eagle.training.loop import TrainResult
 
+MODULE = "kimi_eagle.training.launch"
 POLL_SECONDS = 0.5
 STOP_SECONDS = 600.0
 """Ranks that have not left this long after a stop was asked for are killed."""
 
 
 def ranks_here(recipe: Recipe) -> int:
-    """Ranks to start on this machine: one a visible GPU, 1 on a CPU."""
+    """Ranks to start on each node: one a visible GPU, 1 on a CPU."""
     if recipe.train.device == "cpu":
         return 1
     import torch
@@ -61,7 +65,7 @@ def run(
     """
     from kimi_eagle.training import loop
 
-    if ranks is None and (ranks := ranks_here(recipe)) == 1:
+    if ranks is None and (ranks := ranks_here(recipe)) == 1 and nodes.count() == 1:
         return loop.train(
             recipe,
             verifier,
@@ -101,8 +105,9 @@ def _torchrun(
     stop: Path,
 ) -> None:
     """Run the ranks to their end, passing progress up and the stop down."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", "-m", "kimi_eagle.training.launch", str(workdir)]
+    stage = StageDir(workdir.parents[1])
+    meeting = nodes.lead(stage, ranks, MODULE, workdir)
+    command = nodes.torchrun(ranks, meeting, MODULE, workdir)
     log = workdir / "ranks.log"
     asked: float | None = None
     with open(log, "ab") as out:
