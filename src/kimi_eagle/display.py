@@ -109,24 +109,39 @@ def status_lines(look: Look) -> list[str]:
     return [printable(line) for line in lines]
 
 
+ENDED_SHOWN = 8
+
+
 def _job_lines(jobs: list[dict[str, Any]]) -> list[str]:
-    """Jobs that run one by one; those that wait or ended alike, such as array tasks, together."""
+    """Jobs that run one by one; those that wait or ended alike, such as array tasks, together.
+
+    Of jobs that ended only the last few: a run that was submitted ten times has many.
+    """
     alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for i, job in enumerate(jobs):
         alone = str(i) if job["stage"] and job["live"] else ""
-        alike.setdefault((job["suffix"], job["state"], job["words"], alone), []).append(job)
-    lines = []
-    for (_, state, words, _), same in alike.items():
-        job = same[0]
-        ident = job["id"] or job["name"]
-        many = f" and {len(same) - 1} more" if len(same) > 1 else ""
-        parts = [f"job {ident}{many}", job["name"].rpartition("-")[0] or job["name"], state]
-        parts += [job["node"]] if job["live"] and job["node"] else []
+        same_words = job["reason"] or job["words"]
+        alike.setdefault((job["suffix"], job["state"], same_words, alone), []).append(job)
+    ended = [key for key, same in alike.items() if key[1] == "ENDED"]
+    lines = [f"{len(ended) - ENDED_SHOWN} older: see --json"] if len(ended) > ENDED_SHOWN else []
+    for key, same in alike.items():
+        if key in ended[:-ENDED_SHOWN]:
+            continue
+        job, state, words, many = same[0], key[1], same[0]["words"], ""
+        if len(same) > 1:
+            many = f" and {len(same) - 1} more"
+            if job["id"]:  # a command for one task: Slurm takes the whole array too
+                words = words.replace(job["id"], job["id"].partition("_")[0])
+        parts = [f"job {job['id'] or job['name']}{many}"]
+        parts += [job["name"].rpartition("-")[0]] if job["id"] else []
+        parts.append(state)
+        if job["live"] and job["node"]:
+            parts.append(job["node"])
         if job["live"] and job["stage"]:
             share = f" {job['fraction']:.0%}" if job["unit"] and job["fraction"] else ""
             parts.append(f"{job['stage']} {job['unit'] or ''}{share}".strip())
-        lines.append("  " + "  ".join([*parts, words] if words else parts))
-    return lines
+        lines.append("  ".join(p for p in [*parts, words] if p))
+    return [f"  {line}" for line in lines]
 
 
 def printable(text: str) -> str:

@@ -27,9 +27,10 @@ def cancel(run: RunDir, *, job_id: str | None = None, after_unit: bool = False) 
     still wait hold no unit and are cancelled. RunError where Slurm does not do it.
     """
     book = read_book(run)
-    jobs = (
-        [j for j in queue.queued(e["suffix"] for e in book) if jobview.is_live(j)] if book else []
-    )
+    if book and (owner := run.slurm.jobs.stat().st_uid) != os.getuid():
+        raise RunError("the jobs are another user's", where=run.path, fix=f"ask uid {owner}")
+    queued = queue.queued(e["suffix"] for e in book) if book else []
+    jobs = [j for j in queued if jobview.is_live(j)]
     if job_id is not None:
         ours = {str(e.get("job_id")) for e in book if e.get("job_id")} | {j.array for j in jobs}
         if job_id.partition("_")[0] not in ours:
@@ -38,9 +39,9 @@ def cancel(run: RunDir, *, job_id: str | None = None, after_unit: bool = False) 
                 where=run.path,
                 expected=f"one of {', '.join(sorted(ours))}" if ours else "no job was submitted",
             )
-        jobs = [j for j in jobs if job_id in (j.id, j.array)]
-    asked = [j for j in jobs if after_unit and j.state != "PENDING"]
-    doomed = [j for j in jobs if j not in asked and j.state != "COMPLETING"]
+    meant = [j for j in jobs if job_id is None or job_id in (j.id, j.array)]
+    asked = [j for j in meant if after_unit and j.state != "PENDING"]
+    doomed = [j for j in meant if j not in asked and j.state != "COMPLETING"]
     # Before the others: a job that is asked to leave must not be followed by one that waits.
     _scancel(sorted({_shortest(j, doomed, jobs) for j in doomed}))
     for job in asked:
@@ -54,9 +55,9 @@ def cancel(run: RunDir, *, job_id: str | None = None, after_unit: bool = False) 
 
 
 def _shortest(job: queue.Queued, doomed: list[queue.Queued], jobs: list[queue.Queued]) -> str:
-    """The array's own id where all of its live tasks go: one call for 1,000 tasks."""
-    whole = all(j in doomed for j in jobs if j.array == job.array)
-    return job.array if whole and job.id != job.array else job.id
+    """The array's own id where all of its live tasks go: one word for 1,000 tasks."""
+    gone = {j.id for j in doomed}
+    return job.array if all(j.id in gone for j in jobs if j.array == job.array) else job.id
 
 
 def _scancel(ids: list[str]) -> None:

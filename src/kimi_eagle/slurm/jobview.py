@@ -101,7 +101,7 @@ def rows(
                 words = "not known whether Slurm took it: the same submit again finds out"
                 found.append(_row(entry, None, None) | {"state": "INTENT", "words": words})
         else:
-            gone = [t for t in range(entry.get("tasks") or 1) if t not in in_queue]
+            gone = [t for t in range(entry.get("tasks", 1)) if t not in in_queue]
             for task in gone:
                 found.append(_gone_row(entry, task, last.get((entry["suffix"], task)), queue))
     return found

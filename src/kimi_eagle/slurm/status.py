@@ -79,8 +79,11 @@ def look(run: RunDir, watch: liveness.Watch | None = None) -> Look:
     found = Look(run, held=_text(run.held), accepted=accepted.read(run))
     workers = {name: all_workers(run.stage(name)) for name in STAGES}
     book = read_book(run)
-    jobs = _ask_slurm(run, book, found)
-    starts = use.read_starts(run) if book else []
+    named = {e["suffix"] for e in book}
+    # Jobs that a person submitted by hand are in no book, but their workers name them.
+    working = {_job_of(w) for ws in workers.values() for w in ws if not w.get("ended")} - {""}
+    jobs = _ask_slurm(run, named, working, found)
+    starts = use.read_starts(run)
     judge = _Judge(watch, jobs, starts, workers)
     recipe = (files.read_json(run.spec) or {}).get("recipe") or {}
     for name in STAGES:
@@ -89,8 +92,10 @@ def look(run: RunDir, watch: liveness.Watch | None = None) -> Look:
             seen.skipped = (recipe.get(name) or {}).get("enabled") is False
         seen.workers = [w | {"sure": judge(w) is True} for w in seen.workers]
         found.views.append(seen)
-    working = {w["job"]: (v.name, w) for v in found.views for w in v.workers if w.get("job")}
-    found.jobs = jobview.rows(book, jobs, starts, working)
+    at_work = {_job_of(w): (v.name, w) for v in found.views for w in v.workers}
+    others = [j for j in jobs or () if j.suffix not in named and j.id in at_work]
+    by_hand = {j.suffix: _entry_of(j, at_work[j.id][0]) for j in others}
+    found.jobs = jobview.rows([*book, *by_hand.values()], jobs, starts, at_work)
     found.use = use.by_stage(starts, book, workers)
     _explain(found, recipe, book)
     return found
@@ -104,24 +109,35 @@ def _text(path: Any) -> str | None:
         return None
 
 
+def _job_of(worker: dict[str, Any]) -> str:
+    """The id of a worker's job as squeue shows it: `123.1` is one of several within job 123."""
+    return (worker.get("job") or "").partition(".")[0]
+
+
+def _entry_of(job: queue.Queued, stage: str) -> dict[str, Any]:
+    """What the book would say of a job that was submitted by hand."""
+    known = {"suffix": job.suffix, "name": job.name, "job_id": job.array, "stages": [stage]}
+    return known | {"role": "by hand", "tasks": 0}
+
+
 def _ask_slurm(
-    run: RunDir, book: Sequence[dict[str, Any]], found: Look
+    run: RunDir, suffixes: set[str], working: set[str], found: Look
 ) -> list[queue.Queued] | None:
     """This run's jobs in the queue; None, with the reason in `found.slurm`, where that fails."""
-    if not book:
+    if not suffixes and not working:
         return []
-    owner = run.slurm.jobs.stat().st_uid
+    owner = (run.slurm.jobs if suffixes else run.path).stat().st_uid
     if owner != os.getuid():
         # squeue is asked for one's own jobs: an empty answer would say that all of them are over.
         found.slurm = f"the jobs are {_user(owner)}'s: only their own status can ask Slurm"
         return None
     try:
-        jobs = queue.queued(e["suffix"] for e in book)
+        jobs = queue.queued()
     except KimiEagleError as e:
         found.slurm = f"{e.what}; shown is what the records say"
         return None
     found.slurm = "ok"
-    return jobs
+    return [j for j in jobs if j.suffix in suffixes or j.id in working]
 
 
 def _user(uid: int) -> str:
@@ -158,7 +174,7 @@ class _Judge:
         job_id = worker.get("job")
         if not job_id or self._jobs is None:
             return self._watch.alive(worker["id"], worker)
-        job = self._jobs.get(job_id)
+        job = self._jobs.get(_job_of(worker))
         if job is None or job.state not in WORKING:
             return False
         # A requeued job keeps its id: workers of its earlier starts are dead, and of one start only
@@ -284,7 +300,7 @@ def _whole(found: Look, states: dict[str, str], book: Sequence[dict[str, Any]]) 
     if live:
         return "held", f"job {live[0]['id']}: {live[0]['words']}"
     stopped = next((s for s in found.stages if s["state"] == "stopped"), None)
-    if found.slurm == "ok":
+    if book and found.slurm == "ok":
         return "stopped", f"{SUBMIT_AGAIN}{_command(found.run, book)}"
     if stopped:
         return "stopped", f"{stopped['name']}: {stopped['why']}"

@@ -1,0 +1,374 @@
+"""status, logs, cancel and accept on a real Slurm without accounting, with real jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from jobs import ROOT, kill_processes, make_run, submit  # noqa: E402
+
+from kimi_eagle import files  # noqa: E402
+from kimi_eagle.errors import RunError  # noqa: E402
+from kimi_eagle.ledger import Ledger, Unit  # noqa: E402
+from kimi_eagle.recipe import STAGES  # noqa: E402
+from kimi_eagle.rundir import RunDir  # noqa: E402
+from kimi_eagle.slurm import jobview  # noqa: E402
+from kimi_eagle.worker import Worker  # noqa: E402
+
+
+@pytest.fixture
+def bed(bare_testbed: Any) -> Iterator[Any]:
+    yield bare_testbed
+    bare_testbed.clear()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
+def look(bed: Any, eagle: Callable) -> Callable[..., dict[str, Any]]:
+    """`status --json` of a run, from a process of its own."""
+
+    def call(run: RunDir, **env: str) -> dict[str, Any]:
+        done = eagle("status", run.path, "--json", env={**bed.env, **env}, cwd=run.path)
+        assert done.returncode == 0, done.stderr
+        (found,) = json.loads(done.stdout).values()
+        return found | {"extract": next(s for s in found["stages"] if s["name"] == "extract")}
+
+    return call
+
+
+def wait(what: Callable[[], Any], seconds: float = 40) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (got := what()):
+        assert time.monotonic() < deadline, "not seen in time"
+        time.sleep(0.1)
+    return got
+
+
+def at_work(run: RunDir, unit: str = "00000", stage: str = "extract") -> Callable[[], bool]:
+    """Is a unit claimed and half done?"""
+
+    def seen() -> bool:
+        workers = [files.read_json(p) or {} for p in run.stage(stage).workers.glob("*.json")]
+        return any(w.get("unit") == unit and w.get("fraction") for w in workers)
+
+    return seen
+
+
+def test_a_job_from_the_queue_to_the_end(bed: Any, run: RunDir, look, eagle) -> None:
+    entry = submit(bed, run, "--hold")
+    found = look(run)
+    (job,) = found["jobs"]
+    assert (job["id"], job["state"], job["reason"]) == (entry["job_id"], "PENDING", "JobHeldUser")
+    assert job["held"] and f"scontrol release {entry['job_id']}" in job["words"]
+    assert found["state"] == "held" and "scontrol release" in found["why"]
+    assert found["extract"]["state"] == "waiting"  # for prepare
+    assert found["slurm"] == "ok"
+
+    bed.run("scontrol", "release", entry["job_id"])
+    wait(at_work(run))
+    found = look(run)
+    (job,) = found["jobs"]
+    assert (job["state"], job["stage"], job["unit"]) == ("RUNNING", "extract", "00000")
+    assert job["node"].startswith("127.0.1.") and job["fraction"] == 0.5 and job["live"]
+    assert found["state"] == "running" and found["extract"]["state"] == "running"
+    assert found["extract"] | {"units": 2, "done": 0, "running": 1, "left": 2} == found["extract"]
+
+    (run.path / "go-00000").touch()
+    wait(at_work(run, "00001"))
+    began = time.monotonic()
+    assert look(run)["extract"]["done"] == 1 and time.monotonic() - began < 2
+    time.sleep(1)
+    stage = look(run)["extract"]
+    assert stage["tokens_per_second"] > 0 and stage["eta_seconds"] is not None
+    assert stage["rejected"] == 2 and stage["tokens_total"] == 200
+    text = eagle("status", run.path, env=bed.env).stdout
+    assert "extract    running" in text and "1/2 units" in text and "2 samples rejected" in text
+    assert f"job {entry['job_id']}  ext-tiny  RUNNING  127.0.1." in text and "extract 00001" in text
+
+    (run.path / "go").touch()
+    wait(lambda: bed.run("squeue", "--noheader") == "")
+    found = look(run)
+    (job,) = found["jobs"]
+    assert job["state"] == "ENDED" and job["words"] == "ended: nothing was left for it"
+    assert found["extract"]["done"] == 2 and found["extract"]["left"] == 0
+    assert not any("UNKNOWN" in str(j) for j in found["jobs"])
+
+
+def test_a_short_job_is_seen_finished_within_five_seconds(bed: Any, tmp_path: Path, look) -> None:
+    run = make_run(tmp_path / "run", allow_rejected=0.5)
+    submit(bed, run, units=1)
+    wait(at_work(run))
+    (run.path / "go").touch()
+    wait(lambda: list(run.stage("extract").records.glob("*.json")))
+    began = time.monotonic()
+    wait(lambda: look(run)["state"] == "finished")
+    assert time.monotonic() - began < 5
+
+
+def test_a_dead_worker_of_another_machine_is_dead_at_once(bed: Any, run: RunDir, look, eagle):
+    entry = submit(bed, run, host="far-away")
+    wait(at_work(run))
+    assert look(run)["extract"]["workers"][0]["host"] == "far-away"
+    assert look(run)["extract"]["workers"][0]["sure"]
+    kill_processes(entry["job_id"])
+    wait(lambda: bed.run("squeue", "--noheader") == "")
+    found = look(run)
+    assert found["extract"]["workers"] == [] and found["extract"]["running"] == 0
+    (job,) = found["jobs"]
+    assert job["state"] == "ENDED" and "without a word" in job["words"]
+    assert found["state"] == "stopped" and "type the same submit again" in found["why"]
+    assert "kimi-eagle submit /r/tiny.toml --site test" in found["why"]
+    done = eagle("status", run.path, "--watch", "0.2", env=bed.env, timeout=60)
+    assert done.returncode == 1 and "type the same submit again" in done.stdout
+
+
+def test_a_requeued_job_has_no_live_worker_of_its_first_start(bed: Any, run: RunDir, look) -> None:
+    entry = submit(bed, run, "--requeue", host="far-away")
+    wait(at_work(run))
+    bed.run("scontrol", "requeue", entry["job_id"])
+    wait(lambda: bed.squeue(entry["job_id"]) == "PENDING")
+    found = look(run)
+    (job,) = found["jobs"]
+    assert job["state"] == "PENDING" and "requeued; " in job["words"]
+    assert found["extract"]["workers"] == [] and found["state"] == "queued"
+    bed.run("scontrol", "update", f"JobId={entry['job_id']}", "StartTime=now")
+    wait(lambda: len(list(run.stage("extract").workers.glob("*.json"))) == 2)
+    wait(lambda: look(run)["jobs"][0]["unit"])
+    found = look(run)
+    assert len(found["extract"]["workers"]) == 1 and found["jobs"][0]["restarts"] == 1
+    assert found["use"]["extract"]["starts"] == 2
+
+
+def test_suspended_and_held_by_hand_after_a_requeue(bed: Any, run: RunDir, look) -> None:
+    entry = submit(bed, run, "--requeue", host="far-away")
+    wait(at_work(run))
+    bed.run("scontrol", "suspend", entry["job_id"])
+    found = look(run)
+    assert found["jobs"][0]["state"] == "SUSPENDED" and found["extract"]["state"] == "running"
+    assert "scontrol resume" in found["extract"]["why"]
+    bed.run("scontrol", "resume", entry["job_id"])
+    bed.run("scontrol", "requeuehold", entry["job_id"])
+    wait(lambda: bed.squeue(entry["job_id"]) == "PENDING")
+    found = look(run)
+    assert found["jobs"][0]["held"] and "scontrol release" in found["jobs"][0]["words"]
+    assert found["state"] == "held"
+
+
+def test_array_tasks_that_wait_alike_are_one_line(bed: Any, run: RunDir, look, eagle) -> None:
+    entry = submit(bed, run, "--hold", tasks=5)
+    found = look(run)
+    assert [j["id"] for j in found["jobs"]] == [f"{entry['job_id']}_{i}" for i in range(5)]
+    text = eagle("status", run.path, env=bed.env).stdout
+    assert f"job {entry['job_id']}_0 and 4 more  ext-tiny  PENDING" in text
+    bed.run("scancel", entry["job_id"])
+    wait(lambda: bed.run("squeue", "--noheader") == "")
+    assert "before it started" in look(run)["jobs"][0]["words"]
+
+
+def test_four_workers_at_once_are_all_shown(bed: Any, run: RunDir, look) -> None:
+    entry = submit(bed, run, tasks=4, units=6, host="far-away")
+    wait(lambda: all(at_work(run, f"{i:05d}")() for i in range(4)))
+    found = look(run)
+    assert found["extract"]["running"] == 4 and len(found["extract"]["workers"]) == 4
+    assert {j["unit"] for j in found["jobs"]} == {f"{i:05d}" for i in range(4)}
+    assert {j["id"] for j in found["jobs"]} == {f"{entry['job_id']}_{i}" for i in range(4)}
+    assert len({j["node"] for j in found["jobs"]}) == 4
+
+
+def test_without_an_answer_of_slurm_the_records_are_shown(
+    bed: Any, run: RunDir, tmp_path: Path, look, eagle
+) -> None:
+    submit(bed, run)
+    wait(at_work(run))
+    lines = Path(bed.env["SLURM_CONF"]).read_text().splitlines()
+    # Nobody listens on port 1.
+    changed = ["SlurmctldPort=1" if x.startswith("SlurmctldPort") else x for x in lines]
+    dead = tmp_path / "dead.conf"
+    dead.write_text("\n".join(changed) + "\n")
+    found = look(run, SLURM_CONF=str(dead))
+    assert "squeue" in found["slurm"] and found["extract"]["units"] == 2
+    assert found["jobs"][0]["state"] == "STARTED" and "last sign" in found["jobs"][0]["words"]
+    done = eagle("status", run.path, env={**bed.env, "SLURM_CONF": str(dead)})
+    assert done.returncode == 0 and "shown is what the records say" in done.stdout
+
+
+def test_an_intent_is_told_from_a_job_that_was_taken(bed: Any, run: RunDir, look) -> None:
+    entry = submit(bed, run, "--hold", written=False)
+    assert look(run)["jobs"][0]["id"] == entry["job_id"]
+    bed.run("scancel", entry["job_id"])
+    wait(lambda: bed.run("squeue", "--noheader") == "")
+    (job,) = look(run)["jobs"]
+    assert job["state"] == "INTENT" and "not known whether" in job["words"]
+
+
+def test_settings_of_the_user_change_nothing(bed: Any, run: RunDir, look) -> None:
+    submit(bed, run, "--hold")
+    plain = bed.run("squeue")
+    found = look(
+        run, SQUEUE_FORMAT="%i", SQUEUE_STATES="RUNNING", SLURM_JOB_ID="1", SQUEUE_SORT="x"
+    )
+    assert found["jobs"][0]["state"] == "PENDING"
+    assert bed.run("squeue") == plain and "ext-tiny" in plain
+
+
+def test_held_stages_and_runs_say_why(bed: Any, run: RunDir, look) -> None:
+    Ledger(run.stage("regenerate").make()).write_plan([Unit("00000", {})])
+    run.stage("regenerate").held.write_text("died 3 times before any unit on n1: no GPU\n")
+    found = look(run)
+    assert found["state"] == "held" and "no GPU" in found["why"] and "retry" in found["why"]
+    run.held.write_text("max_gpu_hours = 3 reached\n")
+    assert look(run)["held"] == "max_gpu_hours = 3 reached"
+
+
+def test_reasons_of_slurm_in_words() -> None:
+    assert jobview.reason_words("Resources") == "waits for free nodes (Resources)"
+    assert "limit of your account" in jobview.reason_words("QOSMaxGRESPerUser")
+    assert "down, drained" in jobview.reason_words("ReqNodeNotAvail, UnavailableNodes:n[1-2]")
+    assert "Slurm says: SomethingNew" in jobview.reason_words("SomethingNew")
+
+
+# -- logs and cancel ---------------------------------------------------------------------------
+
+ODD = "a run 'of' \"mine\" [bold]é $(touch oops)"
+
+
+def test_logs_of_an_oddly_named_run_are_followed_to_the_end(
+    bed: Any, tmp_path: Path, eagle
+) -> None:
+    run = make_run(tmp_path / ODD, allow_rejected=0.5)
+    done = eagle("logs", run.path, env=bed.env)
+    assert done.returncode == 1 and "no log of the run yet" in done.stderr
+    entry = submit(bed, run)
+    wait(at_work(run))
+    done = eagle("logs", run.path, "extract", env=bed.env)
+    assert done.returncode == 0 and "unit 00000" in done.stdout, done.stderr
+    assert eagle("logs", run.path, "-n", "0", env=bed.env).stdout == ""
+    listed = eagle("logs", run.path, "--list", "--job", entry["job_id"], env=bed.env).stdout
+    assert len(listed.splitlines()) == 1 and "/extract/log/" in listed
+    assert eagle("logs", run.path, "--job", "999", env=bed.env).returncode == 1
+    assert eagle("logs", run.path, "nostage", env=bed.env).returncode == 2
+    assert "[bold]" in eagle("status", run.path, env=bed.env).stdout
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "kimi_eagle", "logs", str(run.path), "-f"],
+        env={**os.environ, **bed.env}, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert follower.stdout.readline() == "unit 00000\n"
+    (run.path / "go-00000").touch()
+    assert follower.stdout.readline() == "unit 00001\n"
+    (run.path / "extract/log/later.out").write_text("another worker\n")
+    assert follower.stdout.readline() == "another worker\n"
+    (run.path / "go").touch()
+    assert follower.wait(timeout=60) == 0
+    assert not list(tmp_path.rglob("oops")) and not (ROOT / "oops").exists()
+
+
+def test_cancel_ends_only_the_jobs_of_the_run(bed: Any, run: RunDir, tmp_path: Path, eagle):
+    other = make_run(tmp_path / "other")
+    theirs = submit(bed, other, "--hold")["job_id"]
+    mine = submit(bed, run, "--hold")["job_id"]
+    array = submit(bed, run, "--hold", tasks=3)["job_id"]
+    done = eagle("cancel", run.path, "--job", theirs, env=bed.env)
+    assert done.returncode == 2 and "not of this run" in done.stderr
+    done = eagle("cancel", run.path, "--job", f"{array}_1", "--json", env=bed.env)
+    assert json.loads(done.stdout)["cancelled"] == [f"{array}_1"], done.stderr
+    wait(lambda: bed.run("squeue", "--noheader", "--array", "-j", array).count("\n") == 1)
+    done = eagle("cancel", run.path, env=bed.env)
+    assert done.returncode == 0 and f"job {mine} cancelled" in done.stdout
+    wait(lambda: bed.run("squeue", "--noheader", "-o", "%A") == theirs)
+    done = eagle("cancel", run.path, env=bed.env)
+    assert done.returncode == 0 and "nothing to cancel" in done.stdout
+
+
+def test_cancel_after_unit_throws_no_work_away(bed: Any, run: RunDir, eagle, look) -> None:
+    running = submit(bed, run, units=3)
+    wait(at_work(run))
+    waiting = submit(bed, run, "--hold")
+    done = eagle("cancel", run.path, "--after-unit", env=bed.env)
+    assert f"job {running['job_id']} asked to leave after the unit" in done.stdout, done.stderr
+    assert f"job {waiting['job_id']} cancelled" in done.stdout
+    assert bed.squeue(running["job_id"]) == "RUNNING"
+    (run.path / "go").touch()
+    wait(lambda: bed.run("squeue", "--noheader") == "")
+    assert look(run)["extract"]["done"] == 1
+
+
+# -- accept ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lossy(run: RunDir) -> RunDir:
+    """3 units of extract: one done with 2 of 10 samples rejected, one failed, one done."""
+    units = [Unit(f"{i:05d}", {"i": i}, tokens=10, samples=10) for i in range(3)]
+    with Worker(run.stage("extract")) as worker:
+        worker.ledger.write_plan(units)
+        for attempt in worker.attempts(units):
+            with attempt:
+                if attempt.unit.name == "00001":
+                    raise ValueError("no good")
+                rejected = 2 if attempt.unit.name == "00000" else 0
+                attempt.commit([], counts={"samples": 10 - rejected, "rejected": rejected})
+    return run
+
+
+def test_accept_opens_the_gate_and_is_shown(lossy: RunDir, eagle, monkeypatch) -> None:
+    from kimi_eagle.recipe import Recipe
+    from kimi_eagle.stages.context import Context, GateShut
+
+    found = json.loads(eagle("status", lossy.path, "--json").stdout)[str(lossy.path)]
+    extract = next(s for s in found["stages"] if s["name"] == "extract")
+    assert extract["state"] == "failed" and (extract["lost"], extract["rejected"]) == (12, 2)
+    assert f"accept {lossy.path} extract --share 0.4 --reason" in extract["why"]
+
+    units = [Unit(f"{i:05d}", {"i": i}, tokens=10, samples=10) for i in range(3)]
+    ctx = Context(lossy, Recipe.model_construct(allow_rejected=0.0, name="tiny"))
+    monkeypatch.setattr(ctx, "plan", lambda stage: units)
+    with pytest.raises(GateShut, match="no good.*--share 0.4"):
+        ctx.gate("extract")
+    said = eagle("accept", lossy.path, "extract", "--share", "0.3", "--reason", "too small")
+    assert said.returncode == 0 and "stays shut" in said.stdout
+    with pytest.raises(GateShut):
+        ctx.gate("extract")
+    said = eagle("accept", lossy.path, "extract", "--share", "0.4", "--reason", "one\nbad 'node'")
+    assert said.returncode == 0 and "opens" in said.stdout, said.stderr
+    assert len(ctx.gate("extract")) == 2
+    found = json.loads(eagle("status", lossy.path, "--json").stdout)[str(lossy.path)]
+    assert [e["reason"] for e in found["accepted"]] == ["too small", "one bad 'node'"]
+    last = found["accepted"][1]
+    assert last["user"] and last["host"] and last["time"] > 0 and last["share"] == 0.4
+    assert next(s for s in found["stages"] if s["name"] == "extract")["state"] == "done"
+    with open(lossy.path / "accepted.jsonl", "a") as f:
+        f.write('{"stage":"extract","sha')  # the disk was full
+    assert len(ctx.gate("extract")) == 2
+    eagle("accept", lossy.path, "extract", "--share", "0", "--reason", "taken back")
+    with pytest.raises(RunError):
+        ctx.gate("extract")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("extract", "--share", "1.5", "--reason", "x"), "from 0 to 1"),
+        (("extract", "--share", "nan", "--reason", "x"), "from 0 to 1"),
+        (("extract", "--share", "-0.1", "--reason", "x"), "from 0 to 1"),
+        (("extract", "--share", "0.1", "--reason", " \n"), "--reason is empty"),
+        (("prepare", "--share", "0.1", "--reason", "x"), "has lost nothing"),
+        (("nostage", "--share", "0.1", "--reason", "x"), STAGES[0]),
+    ],
+)
+def test_accept_refuses(lossy: RunDir, eagle, args: tuple[str, ...], words: str) -> None:
+    done = eagle("accept", lossy.path, *args)
+    assert done.returncode == 2 and words in done.stderr
+    assert not (lossy.path / "accepted.jsonl").exists()
