@@ -47,7 +47,7 @@ def submit(
 
     from kimi_eagle import recipe as recipes
     from kimi_eagle.errors import UsageError
-    from kimi_eagle.rundir import RunDir, create_run
+    from kimi_eagle.rundir import RunDir, create_run, follow
     from kimi_eagle.site import load_site
     from kimi_eagle.slurm import emit as emitting
     from kimi_eagle.slurm import here as allocation
@@ -58,17 +58,18 @@ def submit(
     if only and only not in recipes.STAGES:
         raise UsageError(f"unknown stage {only!r}", expected=f"one of {', '.join(recipes.STAGES)}")
     loaded, site = recipes.load(recipe), load_site(site_name)
-    recipes.check_inputs(loaded)
     target = Path("runs") / loaded.name if run_path is None else Path(run_path)
-    if dry_run or emit:
-        run = RunDir(target.resolve())
-        if emit:
-            written = emitting.emit(run, loaded, site, Path(emit), only=only)
-            click.echo("\n".join(str(p) for p in written))
-        else:
-            click.echo(emitting.dry_run(run, loaded, site, only=only))
+    if dry_run:
+        click.echo(emitting.dry_run(RunDir(target.resolve()), loaded, site, only=only))
         return
     run = create_run(target)
+    if emit:
+        follow(run, loaded, Path(recipe))
+        for path in emitting.emit(run, loaded, site, Path(emit), only=only):
+            click.echo(path)
+        click.echo(f"now: bash {Path(emit) / 'submit.sh'} {target}")
+        return
+    recipes.check_inputs(loaded)
     if here:
         allocation.work_here(run, loaded, Path(recipe), site, only=only)
         return

@@ -14,19 +14,20 @@ from kimi_eagle.recipe import Recipe
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
 from kimi_eagle.slurm.jobs import Job, plan_jobs
-from kimi_eagle.slurm.sbatch import BY_HAND, text, words_for
+from kimi_eagle.slurm.sbatch import BY_HAND, host_script, text, words_for
 
 SUBMIT_HEAD = """#!/bin/bash
 # Submits the files beside it in order, each behind the jobs it needs: bash submit.sh RUN
-# RUN must exist: `kimi-eagle submit RECIPE --site SITE --emit DIR` makes it.
+# RUN is a run directory: kimi-eagle submit RECIPE --site SITE --run RUN --emit DIR makes it.
 set -euo pipefail
-cd "$(dirname "$0")"
 run=$(realpath "${1:?usage: bash submit.sh RUN}")
-mkdir -p "$run/slurm/jobs"
+[ -f "$run/run.json" ] || { echo "submit.sh: no run in $run (no run.json)" >&2; exit 2; }
+cd "$(dirname "$0")"
+mkdir -p "$run"/slurm/{jobs,log}
 upstream=
-job() { # FILE DEPENDENCY...: the id of the job
-    local file=$1 after=$2
-    sbatch --parsable ${after:+--dependency="afterany$after"} "$file" "$run" | cut -d';' -f1
+job() { # FILE DEPENDENCY: the id of the job
+    local after=${2:+--dependency=afterany$2}
+    sbatch --parsable $after --output="$run/slurm/log/%x-%j.log" "$1" "$run" | cut -d';' -f1
 }
 """
 
@@ -44,11 +45,14 @@ def dry_run(run: RunDir, recipe: Recipe, site: Site, *, only: str | None = None)
 def emit(
     run: RunDir, recipe: Recipe, site: Site, folder: Path, *, only: str | None = None
 ) -> list[Path]:
-    """Write one sbatch file a job and submit.sh, which sends them in order."""
+    """Write one sbatch file a job, host.sh, and submit.sh, which sends them in order."""
     if folder.exists() and not folder.is_dir():
         raise UsageError("not a folder", where=folder)
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    host = host_script()
+    written = [folder / "host.sh"]
+    if not (written[0].exists() and written[0].samefile(host)):
+        files.write_atomic(written[0], host.read_bytes())
     jobs = _jobs(recipe, site, only)
     for job in jobs:
         body = text(job, recipe, site, BY_HAND, folder=run.slurm.log)

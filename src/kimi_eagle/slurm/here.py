@@ -19,7 +19,6 @@ from kimi_eagle.site import Site
 from kimi_eagle.slurm import queue, sbatch
 from kimi_eagle.slurm.jobs import SHARED_STAGES
 from kimi_eagle.slurm.names import new_suffix
-from kimi_eagle.slurm.submit import host_script
 
 
 def work_here(
@@ -35,7 +34,7 @@ def work_here(
     sbatch.words_for(run, None)
     run.slurm.make()
     follow(run, recipe, recipe_path)
-    files.write_atomic(run.slurm.host, host_script().read_bytes())
+    files.write_atomic(run.slurm.host, sbatch.host_script().read_bytes())
     nodes = _nodes()
     suffix = new_suffix()
     for stages in recipe.slurm.groups:

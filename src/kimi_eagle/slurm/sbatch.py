@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kimi_eagle.errors import UsageError
+from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
@@ -43,6 +43,15 @@ class Words:
     """Shell lines before everything else."""
 
 
+def host_script() -> Path:
+    """host.sh of the checkout, or of the wheel."""
+    here = Path(__file__).resolve()
+    for path in (here.parents[3] / "slurm" / "host.sh", here.parents[1] / "_slurm" / "host.sh"):
+        if path.is_file():
+            return path
+    raise RunError("slurm/host.sh is not part of this installation", where=here.parents[1])
+
+
 def words_for(run: RunDir, suffix: str | None) -> Words:
     """The words of a job that `submit` hands to Slurm."""
     path = str(run.path)
@@ -63,15 +72,12 @@ def words_for(run: RunDir, suffix: str | None) -> Words:
 
 BY_HAND = Words(
     run='"$RUN"',
-    host='"${KIMI_EAGLE_HOST:-slurm/host.sh}"',
+    host='"${KIMI_EAGLE_HOST:-host.sh}"',
     command='"${KIMI_EAGLE:-kimi-eagle}" stage @STAGE@ --run "$RUN"',
     log="%x-%j.log",
-    lines=(
-        "RUN=${1:?usage: sbatch FILE RUN}",
-        'mkdir -p "$RUN"/slurm/{jobs,starts,use,stop,beacon}',
-    ),
+    lines=("RUN=${1:?usage: sbatch FILE RUN}",),
 )
-"""A file of slurm/: `sbatch slurm/FILE RUN`, from the checkout's folder."""
+"""A file to submit by hand: `sbatch FILE RUN`, in the folder where it and host.sh lie."""
 
 
 def text(

@@ -31,15 +31,6 @@ ADOPT_SECONDS = 20
 SETTLED_SECONDS = 3
 
 
-def host_script() -> Path:
-    """host.sh of the checkout, or of the wheel."""
-    here = Path(__file__).resolve()
-    for path in (here.parents[3] / "slurm" / "host.sh", here.parents[1] / "_slurm" / "host.sh"):
-        if path.is_file():
-            return path
-    raise RunError("slurm/host.sh is not part of this installation", where=here.parents[1])
-
-
 def submit(
     run: RunDir,
     recipe: Recipe,
@@ -63,7 +54,7 @@ def submit(
         live = _live(entries)
         _refuse_other_recipe(recipe, entries, live)
         follow(run, recipe, recipe_path)
-        files.write_atomic(run.slurm.host, host_script().read_bytes())
+        files.write_atomic(run.slurm.host, sbatch.host_script().read_bytes())
         done = progress.done_stages(run, recipe)
         plan = _plan(run, recipe, site, only, more, live, done)
         fresh: list[dict[str, Any]] = []
