@@ -212,22 +212,13 @@ HOSTILE = {
     "4 KB": "a" * 4096,
     "empty": "",
 }
-FIELDS: dict[str, Any] = {
-    "name": lambda v: {"name": v},
-    "partition": lambda v: {"partition": v},
-    "account": lambda v: {"account": v},
-    "qos": lambda v: {"qos": v},
-    "reservation": lambda v: {"reservation": v},
-    "constraint": lambda v: {"constraint": v},
-    "gpu_request": lambda v: {"gpu_request": v},
-    "gpu_type": lambda v: {"gpu_type": v},
-    "memory": lambda v: {"memory": v},
-    "time": lambda v: {"time": v},
+PLAIN = (
+    "name partition account qos reservation constraint gpu_request gpu_type memory time"
+    " network_interface apptainer scratch"
+).split()
+FIELDS: dict[str, Any] = {key: (lambda v, key=key: {key: v}) for key in PLAIN} | {
     "times": lambda v: {"times": {"train": v}},
     "times key": lambda v: {"times": {v: "1:00:00"}},
-    "network_interface": lambda v: {"network_interface": v},
-    "apptainer": lambda v: {"apptainer": v},
-    "scratch": lambda v: {"scratch": v},
     "mounts": lambda v: {"mounts": [v]},
     "extra": lambda v: {"extra": [v]},
     "extra value": lambda v: {"extra": [f"--licenses={v}"]},
