@@ -33,8 +33,8 @@ def status(run_path: str | None, watch: str | None, as_json: bool) -> None:
     """How far a run is (all runs under runs/ when none is named), and why it waits.
 
     Reads the run's records and asks squeue; works without accounting. --watch ends with exit code 0
-    when the run is finished, 1 when it cannot go on by itself. --json: an object for each run; its
-    keys are described in kimi_eagle/slurm/status.py.
+    when the run is finished, 1 when it cannot go on by itself. --json: an object for each run, its
+    keys as in kimi_eagle/slurm/status.py (Look.as_json); with --watch one line a look.
 
     \b
     Examples:

@@ -94,7 +94,9 @@ def status_lines(look: Look) -> list[str]:
         unsure = [w for w in view.workers if not w["sure"]]
         if unsure:
             parts.append(f"(not sure that the worker on {unsure[0]['host']} lives: --watch tells)")
-        parts.append(stage["why"] or ("" if view.complete else view.error) or "")
+        parts.append(stage["why"])
+        if view.error and view.error not in stage["why"]:
+            parts.append(view.error)
         lines.append("  " + "  ".join(p for p in parts if p))
     lines += _job_lines(look.jobs)
     if used := look.use.get("all"):

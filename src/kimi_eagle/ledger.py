@@ -278,10 +278,15 @@ class Ledger:
     def write_plan(self, units: list[Unit]) -> None:
         """Tell status and progress bars what the units are; every worker writes the same text."""
         shown = ("name", "key", "tokens", "samples")
-        plan = {"units": [{k: getattr(u, k) for k in shown} for u in units]}
+        found = [{k: getattr(u, k) for k in shown} for u in units]
+        plan = {"recipe": self.recipe, "units": found}
         files.write_atomic(self.dir.plan, files.to_json(plan) + "\n")
 
     def planned(self) -> list[dict[str, Any]] | None:
         """[{name, key, tokens, samples}] as the last worker wrote it, or None before any."""
-        plan = files.read_json(self.dir.plan)
+        plan = self.plan()
         return plan["units"] if plan else None
+
+    def plan(self) -> dict[str, Any] | None:
+        """The same with the digest of the recipe that it was made by."""
+        return files.read_json(self.dir.plan)

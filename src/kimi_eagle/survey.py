@@ -128,6 +128,8 @@ class StageView:
     workers: list[dict[str, Any]] = field(default_factory=list)
     """The files of live workers, those of other machines until their silence is noticed."""
     error: str | None = None
+    planned_by: str = ""
+    """Digest of the recipe that the plan was made by."""
     skipped: bool = False
     """The recipe has nothing to do here."""
 
@@ -172,7 +174,9 @@ def view(
     seen.workers = [w for w in every if judge(w) is not False]
     fractions = {w["unit"]: w["fraction"] for w in seen.workers if w.get("unit")}
     tally = ledger.tally()
-    for unit in ledger.planned() or []:
+    plan = ledger.plan() or {}
+    seen.planned_by = plan.get("recipe", "")
+    for unit in plan.get("units", ()):
         seen.units += 1
         seen.tokens_total += unit["tokens"]
         samples = unit.get("samples", 1)

@@ -71,13 +71,14 @@ def submit(
     stage: str = "extract",
     tasks: int = 1,
     rejected: str = "",
-    env: str = "",
     host: str = "",
     written: bool = True,
+    name: str = "",
 ) -> dict[str, Any]:
     """sbatch of one job (or array) as the launcher makes it, and its entry in the book.
 
-    host: the name that the worker takes its machine to have. written=False: only the intent.
+    host: the name that the worker takes its machine to have. written=False: only the intent. name:
+    submitted by hand under this name, so that the book knows nothing.
     """  # fmt: skip
     suffix = secrets.token_hex(5)
     entry = {
@@ -87,22 +88,23 @@ def submit(
         "site": "test",
     }  # fmt: skip
     file = run.slurm.jobs / f"{suffix}.json"
-    file.write_text(json.dumps(entry))
+    if not name:
+        file.write_text(json.dumps(entry))
     work = run.path / "work.py"
     work.write_text(WORK)
     command = [sys.executable, str(work), "@STAGE@", str(run.path), str(units), *rejected.split()]
     words = ["bash", str(run.slurm.host), "--run", str(run.path), "--suffix", suffix]
     words += ["--stages", stage, "--gpus", "8", "--", *command]
-    script = f"export TEST_HOST={host} PYTHONPATH={ROOT}/src {env}; exec {shlex.join(words)}"
+    script = f"export TEST_HOST={host} PYTHONPATH={ROOT}/src; exec {shlex.join(words)}"
     if tasks > 1:
         options = (*options, f"--array=0-{tasks - 1}")
     log = str(run.slurm.log).replace("%", "%%")
     job_id = bed.sbatch(
-        script, f"--job-name={entry['name']}", "--gpus-per-node=8", "--time=10",
+        script, f"--job-name={name or entry['name']}", "--gpus-per-node=8", "--time=10",
         f"--output={log}/%j_0_log.out", *options,
     )  # fmt: skip
     entry |= {"job_id": job_id, "submitted": time.time()}
-    if written:
+    if written and not name:
         file.write_text(json.dumps(entry))
     return entry
 

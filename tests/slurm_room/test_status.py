@@ -214,6 +214,64 @@ def test_an_intent_is_told_from_a_job_that_was_taken(bed: Any, run: RunDir, look
     assert job["state"] == "INTENT" and "not known whether" in job["words"]
 
 
+def test_a_job_that_was_submitted_by_hand_is_shown(bed: Any, run: RunDir, look) -> None:
+    job_id = submit(bed, run, name="my-own", host="far-away")["job_id"]
+    wait(at_work(run))
+    (job,) = look(run)["jobs"]
+    assert (job["id"], job["role"], job["unit"]) == (job_id, "by hand", "00000")
+    kill_processes(job_id)
+    wait(lambda: bed.run("squeue", "--noheader") == "")
+    found = look(run)
+    assert found["extract"]["workers"] == [] and found["jobs"] == []
+    assert "died without a word" in found["extract"]["error"] and found["state"] == "stopped"
+
+
+def test_a_changed_recipe_with_queued_jobs_is_not_finished(bed: Any, tmp_path: Path, look) -> None:
+    from kimi_eagle.recipe import load
+    from kimi_eagle.rundir import follow
+    from kimi_eagle.stages.context import recipe_digest
+
+    run = make_run(tmp_path / "run")
+    recipe = load(ROOT / "tests/recipes/tiny.toml")
+    follow(run, recipe, ROOT / "tests/recipes/tiny.toml")
+    submit(bed, run, "--hold")
+    for digest, state in ((recipe_digest(recipe), "finished"), ("earlier", "held")):
+        for name in STAGES:
+            units = [Unit("all", {})]
+            with Worker(run.stage(name), recipe_digest=digest) as worker:
+                worker.ledger.write_plan(units)
+                for attempt in worker.attempts(units):
+                    with attempt:
+                        attempt.commit([], counts={"samples": 1})
+        assert look(run)["state"] == state
+
+
+def test_a_watch_ends_when_the_run_does(bed: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", allow_rejected=0.5)
+    submit(bed, run)
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "kimi_eagle", "status", "--watch", "0.2", str(run.path)],
+        env={**os.environ, **bed.env}, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait(at_work(run))
+    (run.path / "go").touch()
+    lines = watch.communicate(timeout=60)[0].splitlines()
+    assert watch.returncode == 0, lines
+    assert len(set(lines)) > 3 and any("2/2 units" in x for x in lines)
+    assert lines.count(next(x for x in lines if "vocab" in x)) == 1  # only what changed
+
+
+def test_silence_tells_about_a_worker_without_a_job(run: RunDir, eagle) -> None:
+    with Worker(run.stage("extract")) as worker:
+        worker.ledger.write_plan([Unit("00000", {})])
+        path = run.stage("extract").workers / f"{worker.id}.json"
+        state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "host": "elsewhere", "beat_seconds": 0.2}))
+    assert "not sure that the worker on elsewhere lives" in eagle("status", run.path).stdout
+    done = eagle("status", run.path, "--watch", "0.3", timeout=60)
+    assert done.returncode == 1 and "died without a word (pid" in done.stdout.splitlines()[-1]
+
+
 def test_settings_of_the_user_change_nothing(bed: Any, run: RunDir, look) -> None:
     submit(bed, run, "--hold")
     plain = bed.run("squeue")

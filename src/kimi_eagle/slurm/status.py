@@ -278,9 +278,17 @@ def _unfinished(
 def _whole(found: Look, states: dict[str, str], book: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """State and reason of the run."""
     wanted = {s for e in book for s in e.get("stages") or ()} or set(STAGES)
-    if all(states[s] in ("done", "skipped") for s in wanted):
-        return "finished", ""
     live = [j for j in found.jobs if j["live"]]
+    if all(states[s] in ("done", "skipped") for s in wanted):
+        # The last stage's worker passed all gates, so its plan answers for those before it.
+        last = [v for v in found.views if v.name in wanted][-1]
+        digest = last.planned_by and _recipe_digest(found.run)
+        earlier = digest and digest != last.planned_by
+        if not earlier:
+            return "finished", ""
+        if not live:
+            path = shlex.quote(str(found.run.path))
+            return "finished", f"by an earlier recipe: kimi-eagle explain {path} says what changed"
     able = [j for j in live if not j["held"] and j["reason"] != "DependencyNeverSatisfied"]
     failed = next((s for s in found.stages if s["state"] == "failed"), None)
     held = next((s for s in found.stages if s["state"] == "held"), None)
@@ -306,6 +314,16 @@ def _whole(found: Look, states: dict[str, str], book: Sequence[dict[str, Any]]) 
         return "stopped", f"{stopped['name']}: {stopped['why']}"
     begun = any(v.units for v in found.views)
     return ("stopped", "nothing works on it now: type the same run again") if begun else ("new", "")
+
+
+def _recipe_digest(run: RunDir) -> str:
+    """Digest of the recipe that the run follows now; empty where it cannot be read."""
+    from kimi_eagle.stages.context import recipe_digest
+
+    try:
+        return recipe_digest(run.recipe())
+    except KimiEagleError:
+        return ""
 
 
 def _command(run: RunDir, book: Sequence[dict[str, Any]]) -> str:
