@@ -20,7 +20,7 @@ from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import Recipe, load
 from kimi_eagle.site import Site, load_site
 from kimi_eagle.slurm import siteinit
-from kimi_eagle.slurm.sitecheck import Check, check_site, one_of_each
+from kimi_eagle.slurm.sitecheck import Check, check_site, keys_for, one_of_each
 from kimi_eagle.typed_toml import validated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -225,6 +225,27 @@ def test_a_refusal_names_the_key(
     assert any(words.lower() in text.lower() for text in fitting.values()), found
     # Nothing but the fault is blamed.
     assert all(key.split(" or ")[0].removeprefix("[cpu] ") in k for k in found), found
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("Invalid account or account/partition combination specified", "account"),
+        ("Invalid qos specification", "qos"),
+        ("Job's QOS not permitted to use this partition (a allows b not c)", "qos"),
+        (
+            "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+            "max_jobs",
+        ),
+        ("User's group not permitted to use this partition", "partition"),
+        ("Memory required by task is not available", "memory"),
+        ("Invalid generic resource (gres) specification", "gpu_request"),
+        ("Invalid Trackable RESource (TRES) specification", "gpu_request"),
+    ],
+)
+def test_words_that_need_another_cluster(said: str, key: str) -> None:
+    """Slurm's own (slurm_errno.c, 22.05); the testbed enforces no accounts."""
+    assert keys_for(said)[0] == key
 
 
 def test_too_many_gpus_are_the_recipes_matter(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ _OPTIONS = {
 """The sbatch options that come from a key: left out to see whether the key is to blame."""
 
 _REFUSALS = (
+    (r"submit limit|policy", ("max_jobs", "time", "qos", "account")),
     (r"time limit|--time spec", ("time",)),
     (r"account/partition|account or partition", ("account", "partition")),
     (r"account", ("account",)),
@@ -55,9 +56,8 @@ _REFUSALS = (
     (r"partition", ("partition",)),
     (r"processors|cpu count|cores", ("cpus",)),
     (r"memory", ("memory",)),
-    (r"gres|gpu", ("gpu_request",)),
+    (r"gres|gpu|tres", ("gpu_request",)),
     (r"node count", ("nodes",)),
-    (r"submit limit|job limit|time limits", ("max_jobs", "time", "qos")),
     (r"option|node name|license|switch", ("extra",)),
 )
 """Slurm's words (22.05 to 24.11, slurm_errno.c) and the keys that they may mean."""
@@ -160,10 +160,15 @@ def _job(site: Site, path: Path, text: str) -> Check:
         told = f": {when[2]} CPUs in {when[4]}, could start at {when[1]}" if when else ""
         return Check(name, "ok", f"Slurm takes it{told}")
     said = queue.said(done)
-    keys = next((keys for words, keys in _REFUSALS if re.search(words, said, re.I)), ())
+    keys = keys_for(said)
     if len(keys) > 1:
         keys = tuple(k for k in keys if _taken_without(k, path, text)) or keys
     return Check(name, "problem", said, ", ".join(_advice(site, k, text) for k in keys))
+
+
+def keys_for(said: str) -> tuple[str, ...]:
+    """Keys that Slurm's words may mean; none where they mean none."""
+    return next((keys for words, keys in _REFUSALS if re.search(words, said, re.I)), ())
 
 
 def _taken_without(key: str, path: Path, text: str) -> bool:
