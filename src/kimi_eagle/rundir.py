@@ -213,9 +213,12 @@ def create_run(path: Path) -> RunDir:
         raise UsageError("the run directory is a file", where=path)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        ours = run.spec.exists() or run.driver.exists() or not any(run.path.iterdir())
-        files.write_atomic(run.path / ".writable", "")
-        (run.path / ".writable").unlink()
+        known = (run.spec, run.driver, run.slurm.path)
+        others = (p for p in run.path.iterdir() if not p.name.startswith(files.TEMPORARY))
+        ours = any(p.exists() for p in known) or not any(others)
+        probe = files.temporary_name(run.path / "writable")
+        probe.touch()
+        probe.unlink()
     except OSError as e:
         raise UsageError(
             f"the run directory cannot be written: {e.strerror}",

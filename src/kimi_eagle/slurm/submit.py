@@ -204,14 +204,14 @@ def _look_for(suffix: str) -> str | None:
 
 def _refusal(error: Exception, site: Site) -> RunError:
     """Slurm's own words, and what to change."""
-    from kimi_eagle.slurm.sitecheck import key_for
+    from kimi_eagle.slurm.sitecheck import keys_for
 
     lines = [x.strip() for x in str(error).splitlines() if "error:" in x]
     words = "; ".join(x.split("error:", 1)[1].strip() for x in lines) or " ".join(
         str(error).split()
     )
-    key = key_for(words)
-    fix = f"change `{key}` in the site file, then try kimi-eagle site check" if key else ""
+    keys = " or ".join(f"`{key}`" for key in keys_for(words))
+    fix = f"change {keys} in the site file, then try kimi-eagle site check" if keys else ""
     return RunError(f"sbatch refused: {words}", where=f"site {site.name}", fix=fix)
 
 

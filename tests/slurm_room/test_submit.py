@@ -1,0 +1,216 @@
+"""submit on a real Slurm: once and not twice, whatever happens in between; nothing left behind.
+
+The jobs here may not start before an hour has passed (`--begin`), so that what is looked at is the
+queue and the book. Their work is looked at elsewhere in this room.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kimi_eagle import files
+from kimi_eagle import recipe as recipes
+from kimi_eagle.ledger import Ledger, Unit
+from kimi_eagle.rundir import RunDir
+from kimi_eagle.stages.context import recipe_digest
+
+RECIPE = "tests/recipes/tiny.toml"
+SITE = 'partition = "all"\ntime = "1:00:00"\nmemory = "1G"\nextra = ["--begin=now+1hour"]\n'
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    path = tmp_path / "later.toml"
+    path.write_text(SITE)
+    return path
+
+
+@pytest.fixture
+def submit(testbed, eagle, site: Path, tmp_path: Path) -> Iterator[Callable[..., dict]]:
+    """Submit into tmp_path/run; what it printed as JSON, or the finished process if it failed."""
+
+    def call(*args: object, recipe: object = RECIPE, env: dict[str, str] | None = None, ok=True):
+        words = ["submit", recipe, "--site", site, "--run", tmp_path / "run", "--json", *args]
+        done = eagle(*words, env=env)
+        if not ok:
+            return done
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    yield call
+    testbed.clear()
+
+
+def names(testbed) -> list[str]:
+    return sorted(testbed.run("squeue", "--noheader", "-o", "%j").split())
+
+
+def wrapped(folder: Path, tool: str, body: str) -> dict[str, str]:
+    """An environment in which `tool` is a script; $REAL in it is the real one."""
+    folder.mkdir(exist_ok=True)
+    script = folder / tool
+    script.write_text(f"#!/bin/bash\nREAL={shutil.which(tool)}\n{body}\n")
+    script.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_whole_run_is_queued_once(testbed, submit, tmp_path: Path):
+    """Five calls of sbatch for 13 jobs; a second submit adds none."""
+    env = wrapped(tmp_path / "bin", "sbatch", f'echo x >>{tmp_path}/calls; exec "$REAL" "$@"')
+    first = submit(env=env)
+    assert [(e["stages"][0], e["role"], e["tasks"]) for e in first["submitted"]] == [
+        ("regenerate", "canary", 1),
+        ("regenerate", "workers", 3),
+        ("extract", "canary", 1),
+        ("extract", "workers", 3),
+        ("train", "single", 1),
+    ]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 5
+    canary, others, *_, last = first["submitted"]
+    assert others["after"] == [canary["job_id"]]
+    assert last["after"] == [e["job_id"] for e in first["submitted"][:4]]
+    listed = testbed.run("squeue", "--noheader", "-o", "%.8j %E").splitlines()
+    assert [x.split()[0] for x in sorted(listed)] == ["ext-tiny"] * 2 + ["reg-tiny"] * 2 + [
+        "trn-tiny"
+    ]
+    assert not [x for x in listed if "afterok" in x]
+    second = submit()
+    assert second["submitted"] == [] and len(second["adopted"]) == 5
+    assert len(names(testbed)) == 5
+
+
+def test_submit_killed_right_after_sbatch(testbed, submit, tmp_path: Path):
+    """The job is in the queue, nobody wrote down its id: the next submit adopts it."""
+    env = wrapped(tmp_path / "bin", "sbatch", '"$REAL" "$@" >/dev/null; kill -9 $PPID')
+    dead = submit(env=env, ok=False)
+    assert dead.returncode == -9
+    assert len(names(testbed)) == 1
+    found = submit()
+    assert [e["role"] for e in found["adopted"]] == ["canary"]
+    # The group has a live job and is left alone; its other workers come with --more.
+    assert "regenerate" not in {s for e in found["submitted"] for s in e["stages"]}
+    assert len(names(testbed)) == 4
+    more = submit("--more", 3)
+    assert [(e["stages"][0], e["tasks"]) for e in more["submitted"]] == [("regenerate", 3)]
+
+
+def test_sbatch_times_out_though_the_job_was_taken(testbed, submit, tmp_path: Path):
+    says = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    body = f'"$REAL" "$@" >/dev/null; echo "{says}" >&2; exit 1'
+    found = submit(env=wrapped(tmp_path / "bin", "sbatch", body))
+    assert len(found["submitted"]) == len(names(testbed)) == 5
+    queued = set(testbed.run("squeue", "--noheader", "-o", "%A").split())
+    assert {e["job_id"] for e in found["submitted"]} == queued
+
+
+def test_two_submits_at_once(testbed, site: Path, tmp_path: Path, submit):
+    argv = [sys.executable, "-m", "kimi_eagle", "submit", RECIPE, "--site", str(site)]
+    argv += ["--run", str(tmp_path / "run"), "--json"]
+    both = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    found = [json.loads(p.communicate(timeout=120)[0]) for p in both]
+    assert sorted(len(f["submitted"]) for f in found) == [0, 5]
+    assert len(names(testbed)) == 5
+
+
+def test_refusal_takes_back_what_was_queued(testbed, submit, site: Path, tmp_path: Path):
+    site.write_text(SITE + 'times = { train = "3-00:00:00" }\n[cpu]\npartition = "nowhere"\n')
+    recipe = tmp_path / "cpu.toml"
+    text = (Path(RECIPE)).read_text().replace("../../jobs", str(Path("jobs").resolve()))
+    groups = 'groups = [["regenerate","prepare"],["extract"],["vocab"],["train","benchmark"]]'
+    recipe.write_text(text + groups + '\ncpu_stages = ["vocab"]\n')
+    done = submit(recipe=recipe, ok=False)
+    assert done.returncode == 1
+    assert "invalid partition" in done.stderr and "partition" in done.stderr.split("fix:")[1]
+    assert names(testbed) == []
+
+
+def test_another_recipe_while_jobs_live(testbed, submit, tmp_path: Path):
+    submit()
+    recipe = tmp_path / "other.toml"
+    text = (Path(RECIPE)).read_text().replace("../../jobs", str(Path("jobs").resolve()))
+    recipe.write_text(text.replace("seed = 7", "seed = 8"))
+    done = submit(recipe=recipe, ok=False)
+    assert done.returncode == 1 and "earlier recipe" in done.stderr
+    # How many workers there are is no other recipe.
+    recipe.write_text(text.replace("workers = 4", "workers = 2"))
+    assert submit(recipe=recipe)["submitted"] == []
+
+
+def test_held_run_is_refused(submit, tmp_path: Path, eagle):
+    submit()
+    held = RunDir(tmp_path / "run").stage("extract").make().held
+    held.write_text("died 3 times before any unit on n1: no CUDA\n")
+    done = submit(ok=False)
+    assert done.returncode == 1 and "no CUDA" in done.stderr and "retry" in done.stderr
+    assert eagle("retry", tmp_path / "run").returncode == 0
+    submit()
+
+
+def test_environment_of_an_enclosing_job_is_left_out(testbed, submit, tmp_path: Path):
+    """sbatch would refuse SLURM_MEM_PER_CPU together with --mem, and obey SBATCH_PARTITION."""
+    outer = {"SBATCH_PARTITION": "nowhere", "SLURM_MEM_PER_CPU": "1", "SLURM_MEM_PER_NODE": "2"}
+    outer |= {"SQUEUE_FORMAT": "%i", "SLURM_GPUS_PER_NODE": "64", "SBATCH_REQUEUE": "0"}
+    assert len(submit(env=outer)["submitted"]) == 5
+
+
+def test_thousand_units_are_two_calls(testbed, submit, tmp_path: Path):
+    """Workers are jobs, units are not: 1,000 units and 4 workers are a canary and one array."""
+    recipe = recipes.load(RECIPE)
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    run.spec.write_text("{}")
+    for stage, count in (("regenerate", 1), ("prepare", 1), ("extract", 1000)):
+        ledger = Ledger(run.stage(stage).make(), recipe_digest(recipe))
+        units = [Unit(f"{n:05d}", {"n": n}) for n in range(count)]
+        ledger.write_plan(units)
+        for unit in units if stage != "extract" else []:
+            ledger.create_record(unit, {"unit": unit.name, "key": unit.key, "state": "done",
+                                        "files": [], "counts": {}})  # fmt: skip
+    env = wrapped(tmp_path / "bin", "sbatch", f'echo x >>{tmp_path}/calls; exec "$REAL" "$@"')
+    start = time.monotonic()
+    found = submit("--only", "extract", env=env)
+    spent = time.monotonic() - start
+    assert [(e["role"], e["tasks"]) for e in found["submitted"]] == [("canary", 1), ("workers", 3)]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+    assert found["done"] == ["prepare", "regenerate"]
+    assert spent < 20  # a hang, not a benchmark: that is tests/bench/bench_submit.py
+
+
+@pytest.mark.parametrize("name", ["a b", "ünï", "-dash", "a,b", "a:b", "a=b", "a;touch x", "a&b"])
+def test_odd_run_directories_reach_slurm_intact(testbed, eagle, site, tmp_path: Path, name: str):
+    run = tmp_path / name
+    done = eagle("submit", RECIPE, "--site", site, "--run", run, "--only", "vocab", "--json")
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(done.stdout)["submitted"]
+    shown = testbed.run("scontrol", "show", "job", entry["job_id"])
+    assert f"StdOut={run}/slurm/log/{entry['job_id']}_0_log.out" in shown
+    assert not (Path.cwd() / "x").exists()
+    testbed.run("scancel", entry["job_id"])
+
+
+@pytest.mark.parametrize("name", ["$(touch x)", "`touch x`", "a'b", 'a"b', "a\nb", "a%jb", "a\\b"])
+def test_hostile_run_directories_are_refused(eagle, site, tmp_path: Path, name: str):
+    done = eagle("submit", RECIPE, "--site", site, "--run", tmp_path / name, cwd=Path.cwd())
+    assert done.returncode == 2 and "choose another with --run DIR" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not (Path.cwd() / "x").exists()
+
+
+def test_no_slurm_here(eagle, site, tmp_path: Path):
+    done = eagle("submit", RECIPE, "--site", site, "--run", tmp_path / "run",
+                 env={"PATH": "/nonexistent"})  # fmt: skip
+    assert done.returncode == 1 and "squeue is not on this machine" in done.stderr
+
+
+def test_book_is_whole_json(submit, tmp_path: Path):
+    submit()
+    entries = [files.read_json(p) for p in (tmp_path / "run/slurm/jobs").glob("*.json")]
+    assert len(entries) == 5 and all(e["job_id"] and e["submitted"] for e in entries)
