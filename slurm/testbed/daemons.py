@@ -40,8 +40,12 @@ class Testbed:
     def names(self) -> list[str]:
         """All daemons in the order in which they start."""
         database = ["mariadbd", "slurmdbd"] if self.settings.accounting else []
-        nodes = [f"slurmd-{node}" for node in self.settings.node_names]
-        return ["munged", *database, "slurmctld", *nodes]
+        return ["munged", *database, "slurmctld", *self.slurmds]
+
+    @property
+    def slurmds(self) -> list[str]:
+        """The daemons of the nodes."""
+        return [f"slurmd-{node}" for node in self.settings.node_names]
 
     def process(self, name: str) -> Process | None:
         """The running daemon; also one whose start was cut short before it was written down."""
@@ -86,6 +90,10 @@ class Testbed:
                 self.wait(name, lambda: self.ok("sacctmgr", "-n", "show", "cluster"))
             elif name == "slurmctld":
                 self.wait(name, lambda: listens(self.settings.port) and self.ok("scontrol", "ping"))
+                if name in started and any(map(self.process, self.slurmds)):
+                    # Nodes that were there before are known at once, not after a few seconds, and
+                    # read their configuration anew.
+                    self.ok("scontrol", "reconfigure")
 
     def launch(self, name: str) -> None:
         """Start one and write down which process it is."""

@@ -236,6 +236,8 @@ def write_configuration(s: Settings) -> bool:
     }
     gres = f"Name=gpu Type=h200 File={s.dir}/dev/nvidia[0-{s.gpus - 1}] Flags=nvidia_gpu_env\n"
     changed = write(s.dir / "etc/gres.conf", gres.encode())
+    mail = f"#!/bin/sh\n{{ echo mail \"$@\"; cat; }} >>{s.dir}/log/mail\n"
+    write(s.dir / "etc/mail", mail.encode(), 0o755)
     for name, file in {
         "slurm.conf": "etc/slurm.conf",
         "slurmdbd.conf": "etc/slurmdbd.conf",

@@ -44,14 +44,10 @@ def up(directory: Path, wishes: dict[str, object]) -> None:
     changed = settings_module.write_configuration(after)
     bed = Testbed(after)
     if changed:
-        bed.stop("slurmctld")  # some of it is read at the start only
-    running = {name for name in bed.names if bed.process(name)}
-    nodes = [name for name in bed.names if name.startswith("slurmd-")]
-    for name in bed.names[: -len(nodes)]:
+        bed.stop("slurmctld")  # it reads some of it at its start only
+    for name in bed.names[: -len(bed.slurmds)]:
         bed.start(name)
-    bed.start(*nodes)
-    if changed and running.intersection(nodes):
-        bed.call("scontrol", "reconfigure")
+    bed.start(*bed.slurmds)
     bed.wait_nodes(after.node_names)
 
 
@@ -95,8 +91,7 @@ def down(directory: Path) -> None:
             deadline = time.monotonic() + 5
             while bed.call("squeue", "-h", seconds=5).stdout and time.monotonic() < deadline:
                 time.sleep(0.1)
-    nodes = [name for name in bed.names if name.startswith("slurmd-")]
-    bed.stop(*nodes, "slurmctld")
+    bed.stop(*bed.slurmds, "slurmctld")
     bed.kill_jobs()
     bed.stop("slurmdbd")
     bed.stop("mariadbd", "munged")
