@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from kimi_eagle import __version__, cli_submit, cli_tools
+from kimi_eagle import __version__, cli_site, cli_submit, cli_tools, cli_watch
 from kimi_eagle.cli_options import PATH as _PATH
 from kimi_eagle.cli_options import json_option, print_json
 
@@ -70,6 +70,8 @@ def main(debug: bool) -> None:
     \b
     Examples:
       kimi-eagle run jobs/smollm2.toml          all stages on this machine
+      kimi-eagle submit jobs/kimi-k2.5.toml --site mycluster
+                                                all stages as Slurm jobs
       kimi-eagle status runs/smollm2            how far it is
       kimi-eagle explain runs/smollm2           what would be done again, and why
       kimi-eagle benchmark jobs/smollm2.toml --draft DIR
@@ -193,41 +195,6 @@ def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("run_path", metavar="[RUN]", required=False, type=_PATH)
-@json_option
-def status(run_path: str | None, as_json: bool) -> None:
-    """How far a run is (all runs under runs/ when none is named)."""
-    from pathlib import Path
-
-    from kimi_eagle import display
-    from kimi_eagle.recipe import STAGES
-    from kimi_eagle.rundir import open_run
-    from kimi_eagle.summary import headline
-    from kimi_eagle.survey import view
-
-    paths = (
-        [run_path] if run_path else sorted(str(p.parent) for p in Path("runs").glob("*/run.json"))
-    )
-    found = {}
-    for path in paths:
-        opened = open_run(path)
-        views = [view(opened, name) for name in STAGES]
-        found[path] = {"stages": [v.__dict__ | {"state": v.state} for v in views]}
-        found[path]["result"] = headline(opened) if views[-1].state == "done" else None
-        if not as_json:
-            click.echo(path)
-            for v in views:
-                click.echo(f"  {v.name:<10} {v.state:<8} {display.describe(v)} {v.error or ''}")
-            if found[path]["result"]:
-                length = found[path]["result"]["acceptance_length"]
-                click.echo(f"  acceptance length {length:.2f}")
-    if as_json:
-        print_json(found)
-    elif not paths:
-        click.echo("no runs under runs/")
-
-
-@main.command()
 @click.argument("run_path", metavar="RUN", type=_PATH)
 @click.option("--recipe", type=_PATH, help="Recipe to compare with [default: the run's].")
 @json_option
@@ -313,9 +280,17 @@ def clean(run_path: str, hidden: bool) -> None:
     click.echo(f"freed {housekeeping.clean_hidden(open_context(run_path))['bytes'] / 1e6:.1f} MB")
 
 
-main.add_command(cli_submit.submit)
-main.add_command(cli_tools.verifier)
-main.add_command(cli_tools.vocab)
+for command in (
+    cli_submit.submit,
+    cli_watch.status,
+    cli_watch.logs,
+    cli_watch.cancel,
+    cli_watch.accept,
+    cli_site.site,
+    cli_tools.verifier,
+    cli_tools.vocab,
+):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

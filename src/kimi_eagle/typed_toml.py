@@ -71,7 +71,12 @@ def _first_fault(model: type[BaseModel], error: ValidationError) -> str:
         return f"missing key {key!r}; {_about(model, first['loc'])}{more}"
     if not key:
         return first["msg"].removeprefix("Value error, ") + more
-    return f"key {key!r}: got {first['input']!r}; {first['msg']}{more}"
+    return f"key {key!r}: got {_shown(first['input'])}; {first['msg']}{more}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text)} characters)"
 
 
 def _section(root: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:

@@ -51,8 +51,8 @@ def test_array_of_one_is_a_plain_job():
 
 
 def test_arrays_are_split_by_max_array():
-    """MaxArraySize 11 means indices 0 to 10, so that 10 tasks are safe in every version."""
-    jobs = flat(recipe_with(workers=26), Site(name="s", max_array=11))
+    """MaxArraySize 10 means indices 0 to 9."""
+    jobs = flat(recipe_with(workers=26), Site(name="s", max_array=10))
     assert [j.tasks for j in jobs if j.stages[0] == "extract"] == [1, 10, 10, 5]
 
 

@@ -113,7 +113,7 @@ def _link(job: Job, link: int) -> Job:
 
 def _arrays(job: Job, count: int, site: Site) -> list[Job]:
     """As few arrays as MaxArraySize allows; an array of one is a plain job."""
-    most = max(1, (site.max_array or SLURM_MAX_ARRAY) - 1)
+    most = site.max_array or SLURM_MAX_ARRAY  # indices run from 0 to MaxArraySize - 1
     sizes = [min(most, count - start) for start in range(0, count, most)]
     return [replace(job, tasks=size) for size in sizes]
 

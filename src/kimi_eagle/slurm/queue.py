@@ -9,6 +9,7 @@ cluster. Output is read in our own format, never in the user's.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -61,6 +62,9 @@ def call(argv: list[str], *, timeout: float = CALL_SECONDS) -> subprocess.Comple
         raise RunError(
             f"{argv[0]} is not on this machine", fix="type this on a login node of the cluster"
         )
+    conf = os.environ.get("SLURM_CONF")
+    if conf and not os.path.isfile(conf):  # the commands would look for one on the network, 60 s
+        raise RunError("SLURM_CONF names no file", where=conf)
     try:
         return subprocess.run(
             argv,
@@ -111,5 +115,5 @@ def _parse(line: str) -> Queued:
 def said(done: subprocess.CompletedProcess[str]) -> str:
     """What a command said about its failure, on one line, without `sbatch: error:` before it."""
     lines = (done.stderr or done.stdout or "").strip().splitlines()
-    words = [x.split("error: ", 1)[-1].strip() for x in lines if x.strip()]
+    words = [re.sub(r"^(\w+: )?(error: |fatal: )*", "", x).strip() for x in lines if x.strip()]
     return "; ".join(words) or f"exit code {done.returncode}"
