@@ -64,7 +64,7 @@ def call(argv: list[str], *, timeout: float = CALL_SECONDS) -> subprocess.Comple
         )
     conf = os.environ.get("SLURM_CONF")
     if conf and not os.path.isfile(conf):  # the commands would look for one on the network, 60 s
-        raise RunError("SLURM_CONF names no file", where=conf)
+        raise RunError(f"SLURM_CONF names {conf}, which is not there", fix="unset SLURM_CONF")
     try:
         return subprocess.run(
             argv,
