@@ -31,6 +31,12 @@ def work_here(
             "--here works inside an allocation, and this is none",
             fix="salloc ... kimi-eagle submit RECIPE --site SITE --here, or leave --here out",
         )
+    if recipe.slurm.nodes.get("train", 1) > 1 and only in (None, "train"):
+        raise UsageError(
+            "train over several nodes is a job of its own, not a part of an allocation",
+            where="slurm.nodes",
+            fix="leave --here out, or take one node",
+        )
     sbatch.words_for(run, None)
     run.slurm.make()
     follow(run, recipe, recipe_path)
