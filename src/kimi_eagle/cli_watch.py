@@ -100,9 +100,10 @@ def _watch(run: Any, seconds: float, as_json: bool) -> int:
     import time
 
     from kimi_eagle import liveness
-    from kimi_eagle.display import status_lines
+    from kimi_eagle.display import PLAIN_SECONDS, status_lines
 
-    memory, at_end, said = liveness.Watch(), 0, []
+    memory, at_end = liveness.Watch(), 0
+    said, seen, when = [], None, 0.0
     live = None
     if sys.stdout.isatty() and not as_json:
         from rich.console import Console
@@ -121,8 +122,8 @@ def _watch(run: Any, seconds: float, as_json: bool) -> int:
                 click.echo(json.dumps(found.as_json(), sort_keys=True, default=str))
             elif live:
                 live.update(Text("\n".join(status_lines(found)), no_wrap=False), refresh=True)
-            else:
-                lines = status_lines(found)
+            elif (news := found.news()) != seen or time.monotonic() - when >= PLAIN_SECONDS:
+                lines, seen, when = status_lines(found), news, time.monotonic()
                 for line in [x for x in lines if x not in said]:
                     click.echo(line)
                 said = lines
@@ -175,7 +176,10 @@ def logs(
         )
     if not follow:
         click.echo(f"==> {printable(str(found[-1]))} <==", err=True)
-        _write(control.tail(found[-1], lines)[0])
+        text = control.tail(found[-1], lines)[0]
+        _write(text)
+        if lines and not text:
+            click.echo("(nothing written to it)", err=True)
         return
     # Files come and go, so each round lists again.
     for piece in control.follow(

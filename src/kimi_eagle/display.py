@@ -102,7 +102,7 @@ def status_lines(look: Look) -> list[str]:
     if used := look.use.get("all"):
         lines.append(
             f"  used {used['gpu_hours']:,.2f} GPU h in {used['starts']:.0f} starts, "
-            f"{clock(used['wall_s'])} wall, {clock(used['waiting_s'])} waiting in the queue"
+            f"{clock(used['wall_s'])} wall, {clock(used['waiting_s'])} in the queue (all jobs)"
         )
     for entry in look.accepted:
         lines.append(f"  accepted {entry['stage']}: {entry['share']:g} lost ({entry['reason']})")
@@ -124,7 +124,7 @@ def _job_lines(jobs: list[dict[str, Any]]) -> list[str]:
         alone = str(i) if job["stage"] and job["live"] else ""
         same_words = job["reason"] or job["words"]
         alike.setdefault((job["suffix"], job["state"], same_words, alone), []).append(job)
-    ended = [key for key, same in alike.items() if key[1] == "ENDED"]
+    ended = [key for key in alike if key[1] in ("ENDED", "WITHDRAWN")]
     lines = [f"{len(ended) - ENDED_SHOWN} older: see --json"] if len(ended) > ENDED_SHOWN else []
     for key, same in alike.items():
         if key in ended[:-ENDED_SHOWN]:

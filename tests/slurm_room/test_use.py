@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from jobs import kill_processes, make_run, submit  # noqa: E402
+from small_jobs import clean, kill_processes, make_run, submit, wait  # noqa: E402
 
 from kimi_eagle.bench.report import ReportData, render  # noqa: E402
 from kimi_eagle.rundir import RunDir  # noqa: E402
@@ -22,8 +22,7 @@ from kimi_eagle.summary import job_use  # noqa: E402
 
 @pytest.fixture
 def bed(bare_testbed: Any) -> Iterator[Any]:
-    yield bare_testbed
-    bare_testbed.clear()
+    yield from clean(bare_testbed)
 
 
 @pytest.fixture
@@ -89,10 +88,3 @@ def test_real_jobs_are_counted_over_all_their_starts(bed: Any, run: RunDir, eagl
     stage = next(s for s in found["stages"] if s["name"] == "extract")
     assert stage["gpu_hours"] == used["gpu_hours"] and stage["wall_s"] == used["wall_s"]
     assert "GPU h in 2 starts" in eagle("status", run.path, env=bed.env).stdout
-
-
-def wait(what: Callable[[], Any], seconds: float = 40) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "not seen in time"
-        time.sleep(0.1)

@@ -95,7 +95,8 @@ def rows(
         for job in sorted(jobs, key=lambda j: j.task):
             found.append(_live_row(entry, job, last.get((entry["suffix"], job.task)), working))
         if entry.get("withdrawn"):
-            found.append(_row(entry, None, None) | {"words": str(entry["withdrawn"])})
+            words = " ".join(str(entry["withdrawn"]).split())
+            found.append(_row(entry, None, None) | {"state": "WITHDRAWN", "words": words})
         elif entry.get("job_id") is None and queue is not None:
             if not jobs:
                 words = "not known whether Slurm took it: the same submit again finds out"

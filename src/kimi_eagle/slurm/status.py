@@ -51,6 +51,12 @@ class Look:
         """Will something still happen without anybody typing anything?"""
         return self.state in ("running", "queued", "unseen")
 
+    def news(self) -> list[tuple[Any, ...]]:
+        """What a log file should tell at once; rates and shares can wait."""
+        shown = ("name", "state", "why", "done", "failed", "error")
+        stages = [tuple(s[k] for k in shown) for s in self.stages]
+        return [(self.state, self.why), *stages, *((j["id"], j["state"]) for j in self.jobs)]
+
     def as_json(self) -> dict[str, Any]:
         """Stable keys:
 
@@ -65,9 +71,10 @@ class Look:
         of the live ones; `sure` is false where only silence will tell whether one of another
         machine lives).
         jobs: one object a job or array task with id, name, suffix, task, group, role, stages, state
-        (Slurm's word; ENDED; INTENT: not known whether it was submitted; SUBMITTED and STARTED:
-        by the records, while Slurm does not answer), reason (Slurm's word), words, node, stage,
-        unit and fraction (what it works on), restarts, seen (last sign, Unix time), live, held.
+        (Slurm's word; ENDED; INTENT: not known whether it was submitted; WITHDRAWN: it was not;
+        SUBMITTED and STARTED: by the records, while Slurm does not answer), reason (Slurm's word),
+        words, node, stage, unit and fraction (what it works on), restarts, seen (last sign, Unix
+        time), live, held.
         """
         shown = ("state", "why", "slurm", "use", "accepted", "held", "result", "stages", "jobs")
         return {"run": str(self.run.path)} | {k: getattr(self, k) for k in shown}

@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,40 @@ def kill_processes(job_id: str) -> None:
         with contextlib.suppress(OSError):
             if f"SLURM_JOB_ID={job_id}\0".encode() in path.read_bytes():
                 os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def clean(bed: Any) -> Iterator[Any]:
+    """A testbed for one test: its jobs are gone afterwards."""
+    yield bed
+    bed.clear()
+
+
+def looker(bed: Any, eagle: Callable) -> Callable[..., dict[str, Any]]:
+    """`status --json` of a run, from a process of its own; `extract` is that stage."""
+
+    def call(run: RunDir, **env: str) -> dict[str, Any]:
+        done = eagle("status", run.path, "--json", env={**bed.env, **env}, cwd=run.path)
+        assert done.returncode == 0, done.stderr
+        (found,) = json.loads(done.stdout).values()
+        return found | {"extract": next(s for s in found["stages"] if s["name"] == "extract")}
+
+    return call
+
+
+def wait(what: Callable[[], Any], seconds: float = 40) -> Any:
+    """Until `what()` is true; what it gave."""
+    deadline = time.monotonic() + seconds
+    while not (got := what()):
+        assert time.monotonic() < deadline, "not seen in time"
+        time.sleep(0.1)
+    return got
+
+
+def at_work(run: RunDir, unit: str = "00000", stage: str = "extract") -> Callable[[], bool]:
+    """Is a unit claimed and half done?"""
+
+    def seen() -> bool:
+        workers = [files.read_json(p) or {} for p in run.stage(stage).workers.glob("*.json")]
+        return any(w.get("unit") == unit and w.get("fraction") for w in workers)
+
+    return seen
