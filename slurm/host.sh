@@ -7,6 +7,8 @@
 #   TERM (scancel, preemption, node going away): passed on at once; Slurm requeues what it preempted
 # Only this script talks to Slurm on a node, and it works where scontrol is missing or forbidden.
 set -u
+asked='' stage='' child='' log=/dev/null why=running token='' deadline=0 started=0 shown=0
+trap asked=limit USR2; trap asked=term TERM INT # until there is something to stop
 run='' stages='' role=single name=job gpus=0 grace=300 requeue=0 rename=0 final=0 attempts=20 hours='' events='' notify=()
 task=${SLURM_ARRAY_TASK_ID:-0} suffix=h${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-$$}}
 while [ $# -gt 0 ]; do
@@ -14,7 +16,7 @@ while [ $# -gt 0 ]; do
         --run | --suffix | --task | --stages | --role | --grace | --gpus | --name | --events | --attempts | --hours)
             printf -v "${1#--}" %s "$2"; shift 2 ;;
         --notify) notify+=("$2"); shift 2 ;;
-        --requeue | --rename | --final) printf -v "${1#--}" 1; shift ;;
+        --requeue | --rename | --final) printf -v "${1#--}" 3; shift ;;
         --) shift; break ;;
         *) echo "host.sh: unknown option: $1" >&2; exit 2 ;;
     esac
@@ -27,11 +29,10 @@ slot=$suffix.$task book=$run/slurm node=${SLURMD_NODENAME:-$(hostname)}
 export KIMI_EAGLE_STOP=$book/stop/$slot KIMI_EAGLE_BEACON=$book/beacon/$slot
 export KIMI_EAGLE_JOB=$job KIMI_EAGLE_ROLE=$role KIMI_EAGLE_NODES=$nodes
 [ -n "${SLURM_CPUS_PER_TASK:-}" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun >= 22.05 forgets it
-asked='' stage='' child='' log=/dev/null why=running token='' deadline=0 started=0 shown=0
 
 say() { echo "$(date +%FT%T) $job: $*"; }
 replace() { printf '%s\n' "$2" >"$1.tmp.$slot" && mv -f "$1.tmp.$slot" "$1"; } # FILE TEXT, whole or not at all
-slurm() { command -v scontrol >/dev/null && timeout 30 scontrol "$@" >/dev/null 2>&1; }
+slurm() { command -v scontrol >/dev/null && { timeout 30 scontrol "$@" >/dev/null 2>&1 & wait $!; }; } # lets traps in
 tell() { # EVENT TEXT: the recipe's own command, if it wants this event
     say "$1: $2"
     [[ ${#notify[@]} -gt 0 && ",$events," == *",$1,"* ]] || return 0
@@ -45,14 +46,14 @@ use() { # [END]: what this start has used so far
     replace "$book/use/$slot.$restart.$stage.txt" "start=$started now=$(date +%s) end=${1:-0} gpus=$((gpus * nodes))\
  cpus=$(nproc) nodes=$nodes node=$node job=$job why=$why stage=$stage"
 }
-show() { # NAME COMMENT: what squeue says of this job, until Slurm refuses it
-    [ "$rename" = 1 ] && { slurm update JobId="$job" JobName="$1-$suffix" Comment="$2" || rename=0; }
+show() { # NAME COMMENT: what squeue says of this job, until Slurm has refused it three times
+    [ "$rename" -gt 0 ] && { slurm update JobId="$job" JobName="$1-$suffix" Comment="$2" || rename=$((rename - 1)); }
 }
 drop_claims() { # [DEATH]: the dead hold nothing; a unit in which a worker died unasked counts a try
     local claim holder
-    for claim in "$run/$stage/claims/"*; do
+    for claim in "$run/$stage/claims/"{*,.canary}; do
         read -r holder 2>/dev/null <"$claim" && [[ $holder == "j$job-"* ]] || continue
-        [ -n "${1:-}" ] && units=1 && echo "$job $1" >>"$run/$stage/attempts/${claim##*/}.died"
+        [ -n "${1:-}" ] && [[ $claim != */.canary ]] && units=1 && echo "$job $1" >>"$run/$stage/attempts/${claim##*/}.died"
         rm -f "$claim"
     done
 }
@@ -96,18 +97,16 @@ attempt() { # one start of the stage's process; its exit code
         [ $SECONDS -ge $next ] && next=$((SECONDS + 5)) && tick
         if [ -n "$asked" ] && [ $SECONDS -ge $deadline ]; then
             kill -TERM "$child" 2>/dev/null # drops its unit, which takes a moment
-            [ $SECONDS -ge $((deadline + 20)) ] && kill -KILL $(payload) 2>/dev/null
+            [ $SECONDS -ge $((deadline + (grace < 150 ? grace / 8 + 2 : 20))) ] && kill -KILL $(payload) 2>/dev/null
         fi
         sleep 0.5 & wait $!
     done
     wait "$child"; rc=$?
-    child=''
-    kill -KILL $(payload) 2>/dev/null # orphans of a killed process still hold GPUs
+    child=''; kill -KILL $(payload) 2>/dev/null # orphans of a killed process still hold GPUs
     return $rc
 }
 one_stage() { # until nothing is left for this job; sets why
-    local early=0 rc units held
-    started=$(date +%s) why=running
+    local early=0 rc units held; started=$(date +%s) why=running
     mkdir -p "$run/$stage"/{log,claims,attempts}
     while :; do
         for held in "$run/held" "$run/$stage/held"; do [ -e "$held" ] && why=held && return; done
@@ -143,7 +142,8 @@ case $why in
     canary | stopped) exit 0 ;;
     limit | waiting)
         show "$name" "$why"
-        [ "$requeue" = 1 ] && trap '' TERM USR2 && slurm requeue "$job" && sleep 60 # which ends this script
+        trap '' TERM USR2
+        for ((; requeue > 0; requeue--)); do slurm requeue "$job" && sleep 60; sleep 3; done # ends this script
         say "left ($why); not requeued"; exit 75 ;;
     held | refused) tell failure "$stage: $why: $(cat "$run/held" "$run/$stage/held" 2>/dev/null || tail -n 1 "$log")"; exit 1 ;;
     *) exit 143 ;;

@@ -7,6 +7,7 @@ trying again would change nothing. Any other code is a death, which is worth ano
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from kimi_eagle.training import nodes
 from kimi_eagle.worker import Stopped, Worker
 
 DONE, STOPPED, NOT_YET, REFUSED = 0, 75, 76, 78
+
+CANARY = Unit(".canary", {})
+"""Claimed by the worker that makes a stage's first unit, beside its claim on the unit itself."""
 
 
 class NotYet(RunError):
@@ -48,6 +52,9 @@ def run_stage(run_path: str | Path, stage: str) -> int:
                 module(stage).work(ctx, w)
             except Waiting as e:
                 raise _who_is_at_it(ctx, e) from None
+            finally:
+                with contextlib.suppress(OSError):
+                    w.ledger.release(CANARY.name, w.id)
     except NotYet as e:
         click.echo(f"{stage}: not yet: {e}", err=True)
         return NOT_YET
@@ -75,10 +82,13 @@ def _refuse_held(ctx: Context, stage: str) -> None:
 
 def _who_is_at_it(ctx: Context, gate: Waiting) -> RunError:
     """The gate's second and third answer: not yet while a worker lives upstream, else failed."""
-    if live_workers(ctx.run.stage(gate.stage)):
+    upstream = ctx.run.stage(gate.stage)
+    if live_workers(upstream):
         return NotYet(gate.line())
+    held = next((p.read_text() for p in (ctx.run.held, upstream.held) if p.is_file()), "")
+    reason = f" (held: {' '.join(held.split())})" if held else ""
     return GateShut(
-        f"{gate.open_units} units of {gate.stage} are open and nobody works on them",
+        f"{gate.open_units} units of {gate.stage} are open and nobody works on them{reason}",
         where=f"gate after {gate.stage}",
         fix=f"see kimi-eagle status {ctx.run.path}, then submit (or run) the recipe again",
     )
@@ -87,16 +97,20 @@ def _who_is_at_it(ctx: Context, gate: Waiting) -> RunError:
 def _canary_first(ctx: Context, stage: str, worker: Worker) -> None:
     """Others of a stage start behind its first unit, which has passed the stage's own checks.
 
-    Where the canary is gone without one (cancelled, lost), the first of the others takes its place.
+    Whoever comes first makes it: where the job meant for it is gone (cancelled, lost) or late
+    (preempted), the first of the others takes its place.
     """
-    if os.environ.get("KIMI_EAGLE_ROLE") != "workers":
+    if os.environ.get("KIMI_EAGLE_ROLE") not in ("canary", "workers"):
         return
-    units = module(stage).plan(ctx)
-    if len(units) < 2 or len(worker.ledger.open_units(units)) < len(units):
-        return
-    others = [w for w in live_workers(ctx.run.stage(stage)) if w["id"] != worker.id]
-    if others or not worker.ledger.claim(Unit("canary", {}), worker.id):
-        raise NotYet("the first unit is still being made")
+    units, ledger = module(stage).plan(ctx), worker.ledger
+    while len(units) > 1 and len(ledger.open_units(units)) == len(units):
+        if ledger.claim(CANARY, worker.id):
+            return
+        holder = ledger.claimed_by(CANARY.name)
+        if holder in {w["id"] for w in live_workers(ctx.run.stage(stage))}:
+            raise NotYet("the first unit is still being made")
+        if holder is not None:
+            ledger.release(CANARY.name, holder)
 
 
 def _beacon(ctx: Context) -> Callable[[Worker], None] | None:
