@@ -1,0 +1,73 @@
+"""Files that --emit wrote, submitted by hand: the same jobs, with sbatch and bash alone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from campaign import Case, digests, eagle, reference  # noqa: E402
+
+
+@pytest.fixture
+def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
+    yield Case(testbed, reference(tmp_path_factory.getbasetemp()), tmp_path)
+    testbed.clear()
+
+
+def test_one_file_by_sbatch(case: Case) -> None:
+    """vocab, from another folder's files, with the program named by $KIMI_EAGLE."""
+    case.configure(site={"preamble": []})  # the usual one drops the file's arguments
+    case.open()
+    shutil.rmtree(case.run / "vocab")
+    out = case.folder / "jobs"
+    command = ("submit", case.recipe, "--site", case.site, "--run", case.run, "--emit", out)
+    eagle(*command, "--only", "vocab")
+    program = Path(sys.executable).with_name("kimi-eagle")
+    done = subprocess.run(
+        ["sbatch", "--parsable", "2-vocab.sbatch", case.run],
+        cwd=out, env={**case.bed.env, "KIMI_EAGLE": str(program)}, capture_output=True, text=True,
+    )  # fmt: skip
+    job = done.stdout.strip()
+    assert case.bed.wait_state(job, "COMPLETED", "FAILED", seconds=90) == "COMPLETED", done.stderr
+    assert digests(case.run, "vocab") == digests(case.origin, "vocab")
+    shown = eagle("status", case.run).stdout
+    assert "in 1 starts" in shown
+    assert (out / f"voc-tiny-{job}.log").exists()
+
+
+def test_submit_script_keeps_the_order(case: Case) -> None:
+    """Every file once, each behind those it needs; the canary is told whom to open."""
+    case.configure("workers = 3", site={"extra": ["--begin=now+1hour"], "chain": 1})
+    case.open()
+    out = case.folder / "jobs"
+    eagle("submit", case.recipe, "--site", case.site, "--run", case.run, "--emit", out)
+    done = subprocess.run(
+        ["bash", out / "submit.sh", case.run], env=case.bed.env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    ids = {line.split(" ", 1)[1]: line.split()[0] for line in done.stdout.splitlines()}
+    shown = case.bed.run("squeue", "--noheader", "-o", "%A %E").splitlines()
+    behind = {
+        job: {x.split(":")[1].split("(")[0].rstrip("_*") for x in rest.split(",")}
+        for job, _, rest in (line.partition(" ") for line in shown)
+        if ":" in rest
+    }
+    canary, others = ids["extract, vocab (canary)"], ids["extract, vocab (workers, 2 at once)"]
+    assert behind[others] == {canary}
+    assert (case.run / f"slurm/jobs/h{canary}.others").read_text().split() == [others]
+    first = [j for text, j in ids.items() if text.startswith("regenerate")]
+    assert len(first) == 3 and behind[canary] == set(first)
+    assert len([j for text, j in ids.items() if text.startswith("train")]) == 1  # printed twice
+    assert len(shown) == 8
+
+
+def test_submit_script_wants_a_run(case: Case, root: Path) -> None:
+    done = subprocess.run(["bash", root / "slurm/submit.sh", case.folder], capture_output=True)
+    assert done.returncode == 2 and b"no run in" in done.stderr
