@@ -60,6 +60,8 @@ def submit(
         fresh: list[dict[str, Any]] = []
         try:
             for jobs in plan:
+                for stage in {s for job in jobs for s in job.stages}:
+                    run.stage(stage).stop.unlink(missing_ok=True)  # of `cancel --after-unit`
                 _submit_group(run, recipe, site, jobs, live, fresh)
         except BaseException:
             _take_back(run, fresh)
