@@ -22,7 +22,7 @@ from kimi_eagle.rundir import RunDir
 def read(run: RunDir) -> list[dict[str, Any]]:
     """Every decision, oldest first; a line cut short by a full disk is left out."""
     try:
-        lines = (run.path / "accepted.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (run.accepted).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
     found = []
@@ -52,7 +52,7 @@ def add(run: RunDir, stage: str, share: float, reason: str, **facts: Any) -> dic
         "time": time.time(),
         **facts,
     }
-    path = run.path / "accepted.jsonl"
+    path = run.accepted
     # One write with O_APPEND: two people at once give two lines. The newline in front ends a line
     # that a full disk cut short.
     cut = path.exists() and not path.read_bytes().endswith(b"\n")

@@ -155,7 +155,7 @@ class Ledger:
             if data is None or data.get("state") == "failed":
                 found.failed.add(unit)
         doubtful = set()
-        for name, inode in _entries(self.rejected_marks).items():
+        for name, inode in _entries(self.dir.rejected).items():
             unit, _, count = name.rpartition(".")
             if unit in found.inodes and count.isdigit():
                 if found.inodes[unit] == inode:
@@ -166,10 +166,6 @@ class Ledger:
             data = files.read_json(self.dir.records / f"{unit}.json") or {}
             found.rejected[unit] = data.get("counts", {}).get("rejected", 0)
         return found
-
-    @property
-    def rejected_marks(self) -> Path:
-        return self.dir.path / "rejected"
 
     def open_units(self, units: Iterable[Unit]) -> list[Unit]:
         """Units without a record of their current key, in order."""
@@ -198,7 +194,7 @@ class Ledger:
         if data["state"] == "failed":
             files.write_atomic(path.with_suffix(".failed"), "")
         if rejected := data.get("counts", {}).get("rejected", 0):
-            mark = self.rejected_marks / f"{path.stem}.{rejected}"
+            mark = self.dir.rejected / f"{path.stem}.{rejected}"
             mark.parent.mkdir(exist_ok=True)
             if files.create_exclusive(mark, text):
                 won = files.link_exclusive(mark, path)

@@ -6,6 +6,7 @@
       <stage>/
         plan.json         the units of the stage, as its workers counted them
         records/          UNIT.KEY.json: one a finished unit; never replaced
+        rejected/         UNIT.KEY.COUNT: records with rejected samples, as links
         claims/           UNIT: who works on it now
         attempts/         UNIT.KEY.N.json: every try, with its reason where it failed
         workers/          WORKER.json: heartbeat, progress, times
@@ -16,6 +17,7 @@
       held                the same for the whole run
       draft/              the exported draft model
       bench/results.json  what the benchmark found
+      accepted.jsonl      losses that a person accepted, with reasons
       rejects.jsonl       input rows that were left out, with reasons
       report.html
       slurm/              only where jobs were submitted
@@ -61,6 +63,10 @@ class StageDir:
     @property
     def records(self) -> Path:
         return self.path / "records"
+
+    @property
+    def rejected(self) -> Path:
+        return self.path / "rejected"
 
     @property
     def claims(self) -> Path:
@@ -165,6 +171,10 @@ class RunDir:
     @property
     def bench(self) -> Path:
         return self.path / "bench"
+
+    @property
+    def accepted(self) -> Path:
+        return self.path / "accepted.jsonl"
 
     @property
     def rejects(self) -> Path:
