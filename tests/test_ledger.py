@@ -207,7 +207,7 @@ def test_marks_of_tries_that_lost_are_not_believed(stage_dir: StageDir) -> None:
     assert ledger.tally().rejected == {name: 3} and not ledger.tally().failed
     # Killed between the mark and the record, then won by another count, or by none.
     ledger.set_aside(ledger.record(unit), "test")
-    files.create_exclusive(ledger.rejected_marks / f"{name}.7", "{}")
+    files.create_exclusive(ledger.dir.rejected / f"{name}.7", "{}")
     assert not ledger.tally().rejected
     with Worker(stage_dir) as worker:
         reject(worker, [unit], 7)
