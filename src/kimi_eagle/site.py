@@ -191,7 +191,10 @@ Path_ = Annotated[str, AfterValidator(_path)]
 
 
 class CpuSection(Section):
-    """What differs for jobs of stages without GPUs (`[slurm] cpu_stages` of the recipe)."""
+    """What differs for jobs of stages without GPUs (`[slurm] cpu_stages` of the recipe).
+
+    The site's constraint and reservation are about GPU nodes and are left out of these jobs.
+    """
 
     partition: Names | None = None
     """Partition of these jobs; unset: the site's."""
