@@ -1,0 +1,116 @@
+"""Slurm itself fails or interferes: nodes, daemons, requeue, hold, suspend."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from campaign import Case, case_of, records, wait  # noqa: E402
+
+
+@pytest.fixture
+def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
+    yield from case_of(testbed, tmp_path_factory, tmp_path)
+
+
+def node_of(case: Case, job: str) -> int:
+    return int(case.bed.squeue(job, "%N").rpartition(".")[2])
+
+
+def test_a_node_goes_down(case: Case) -> None:
+    """Its job starts on another node; the claim of the lost worker does not stop anybody."""
+    case.configure("workers = 2")
+    case.open(3, 4, 5)
+    case.extract()
+    claimed = case.wait_claims(2)
+    lost = sorted(claimed)[0]
+    job = claimed[lost]["job"]
+    node = node_of(case, job)
+    case.bed.kill_node(node, seen=True)
+    case.release()
+    wait(lambda: case.holder(lost) != claimed[lost]["id"], 60, "the lost unit taken over")
+    case.finish()
+    case.whole()
+    assert not list((case.run / "extract/attempts").glob("*.died"))
+    text = "\n".join(p.read_text() for p in (case.run / "slurm/starts").glob("*.txt"))
+    nodes = [line.split()[2] for line in text.splitlines() if line.startswith(f"{job} ")]
+    assert len(nodes) == 2 and nodes[0] == f"127.0.1.{node}" != nodes[1]
+
+
+def test_scontrol_requeue(case: Case) -> None:
+    """Of one array task in mid-unit: it alone starts again."""
+    case.configure("workers = 2")
+    case.open(3, 4, 5)
+    case.extract()
+    claimed = case.wait_claims(2)
+    jobs = {w["job"]: unit for unit, w in claimed.items()}
+    job, other = sorted(jobs)
+    case.scontrol("requeue", job)
+    wait(lambda: case.state(job) == "PENDING", 30, "the task requeued")
+    assert case.state(other) == "RUNNING"
+    case.release()
+    case.finish()
+    case.whole()
+    starts = {slot.partition(".")[2]: n for slot, n in case.starts().items()}
+    assert starts == {job.partition("_")[2]: 2, other.partition("_")[2]: 1}
+
+
+def test_requeuehold_and_release(case: Case) -> None:
+    """Nothing happens until a person lets the job go; a second submit adopts it."""
+    case.open(3, 4)
+    (entry,) = case.extract()
+    case.wait_claims(1)
+    case.scontrol("requeuehold", entry["job_id"])
+    wait(lambda: case.state(entry["job_id"]) == "PENDING", 30, "the job held")
+    assert case.claims() == {}
+    case.release()
+    assert case.extract() == []
+    case.scontrol("release", entry["job_id"])
+    case.finish()
+    case.whole()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may suspend")
+def test_suspend_and_resume(case: Case) -> None:
+    """Another worker takes over the unit of a silent one; the first record wins when it wakes."""
+    case.configure("workers = 2")
+    case.open(3, 4, 5)
+    case.extract()
+    claimed = case.wait_claims(2)
+    unit, other = sorted(claimed)
+    asleep = claimed[unit]
+    case.scontrol("suspend", asleep["job"])
+    case.release()
+    wait(lambda: len(records(case.run, "extract")) == 12, 60, "the other worker did it all")
+    made = {r["unit"]: r["worker"] for r in records(case.run, "extract")}
+    assert made[unit] == claimed[other]["id"]
+    assert case.state(asleep["job"]) == "SUSPENDED"
+    case.scontrol("resume", asleep["job"])
+    case.finish()
+    case.whole()
+    assert {r["unit"]: r["worker"] for r in records(case.run, "extract")} == made
+
+
+def test_slurmctld_restarts_and_accounting_is_down(case: Case) -> None:
+    """Submitted without slurmdbd; slurmctld is away while units end and comes back."""
+    case.bed.testbed("stop-dbd")
+    try:
+        case.configure("workers = 2")
+        case.open(3, 4, 5)
+        case.extract()
+        case.wait_claims(2)
+        case.bed.testbed("stop-ctld")
+        case.release()
+        wait(lambda: len(records(case.run, "extract")) == 12, 60, "units done without slurmctld")
+        case.bed.testbed("start-ctld")
+        case.finish()
+        case.whole()
+        assert sorted(case.starts().values()) == [1, 1]
+    finally:
+        case.bed.up()
