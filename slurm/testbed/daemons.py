@@ -68,7 +68,7 @@ class Testbed:
                     f"--key-file={d}/munge/key", f"--pid-file={d}/munge/pid",
                     f"--seed-file={d}/munge/seed", f"--log-file={d}/log/munged.log"]
         if name == "mariadbd":
-            return ["mariadbd", f"--defaults-file={d}/db/mariadb.cnf"]
+            return ["mariadbd", f"--defaults-file={d}/etc/mariadb.cnf"]
         if name.startswith("slurmd-"):
             return ["slurmd", "-D", "-N", name.removeprefix("slurmd-")]
         return [name, "-D"]

@@ -46,6 +46,14 @@ LIMITS = {
 class Stop(Exception):
     """One line for the user: what, where, how to fix it."""
 
+    exit_status = 1
+
+
+class WrongUse(Stop):
+    """The same for what was typed."""
+
+    exit_status = 2
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -76,7 +84,7 @@ class Settings:
             value = getattr(self, name)
             if not low <= value <= high and (name, value) != ("port", 0):
                 option = "--" + name.replace("_", "-")
-                raise Stop(f"{option} {value}; fix: a number from {low} to {high}")
+                raise WrongUse(f"{option} {value}; fix: a number from {low} to {high}")
 
     @property
     def node_names(self) -> list[str]:
@@ -121,10 +129,10 @@ def load(directory: Path) -> Settings | None:
 def check_directory(directory: Path) -> None:
     """Refuse what the daemons would refuse with worse words."""
     if len(str(directory)) > LONGEST_DIR:
-        raise Stop(f"{directory}: {len(str(directory))} characters are too many, sockets' paths "
-                   f"leave {LONGEST_DIR}; fix: a shorter --dir, such as /tmp/testbed")
+        raise WrongUse(f"{directory}: {len(str(directory))} characters are too many, sockets' "
+                       f"paths leave {LONGEST_DIR}; fix: a shorter --dir, such as /tmp/testbed")
     if set(str(directory)) & set(" \t\n\"'#=,%$\\[]"):
-        raise Stop(f"{directory}: slurm.conf cannot hold this name; fix: a plainer --dir")
+        raise WrongUse(f"{directory}: slurm.conf cannot hold this name; fix: a plainer --dir")
     if directory.exists() and directory.stat().st_uid != os.getuid():
         owner = directory.stat().st_uid
         raise Stop(f"{directory} belongs to user {owner}; fix: be that user, or another --dir")
@@ -189,12 +197,13 @@ def missing_packages(accounting: bool) -> list[str]:
 def find(name: str) -> str | None:
     """A command, also where users' PATH does not look, or a plug-in of Slurm."""
     if name.endswith(".so"):
-        return next((str(p) for p in Path("/usr").glob(f"lib*/**/slurm*/{name}")), None)
+        places = [*Path("/usr").glob("lib*/slurm*"), *Path("/usr").glob("lib/*/slurm*")]
+        return next((str(p / name) for p in places if (p / name).exists()), None)
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin")
 
 
-def write_configuration(s: Settings) -> bool:
-    """Write all files; True if one that the daemons read has changed."""
+def prepare_directory(s: Settings) -> None:
+    """Folders, munge's key, what stands for the GPUs, and the program that takes mail."""
     s.dir.chmod(0o755)
     for name in ("etc", "run", "state", "log", "dev", "munge", "db"):
         (s.dir / name).mkdir(exist_ok=True)
@@ -207,6 +216,12 @@ def write_configuration(s: Settings) -> bool:
         link = s.dir / f"dev/nvidia{i}"
         if not link.is_symlink():
             link.symlink_to("/dev/null")
+    mail = f'#!/bin/sh\n{{ echo mail "$@"; cat; }} >>{s.dir}/log/mail\n'
+    write(s.dir / "etc/mail", mail.encode(), mode=0o755)
+
+
+def configuration(s: Settings) -> dict[Path, bytes]:
+    """The files that the daemons read, by path."""
     accounting = {
         "AccountingStorageType": "accounting_storage/none",
         "JobAcctGatherType": "jobacct_gather/none",
@@ -221,7 +236,6 @@ def write_configuration(s: Settings) -> bool:
             "JobAcctGatherType": "jobacct_gather/linux",
             "JobAcctGatherFrequency": "task=5",
         }
-    signal = "SlurmctldParameters=preempt_send_user_signal" if s.preempt_signal else ""
     fields = {
         **dataclasses.asdict(s),
         "host": socket.gethostname().split(".")[0],
@@ -231,40 +245,40 @@ def write_configuration(s: Settings) -> bool:
         "port_dbd": s.port + 1,
         "nodes": f"127.0.1.[1-{s.nodes}]",
         "ports_slurmd": f"[{s.port + 10}-{s.port + 9 + s.nodes}]",
-        "preempt_signal": signal,
+        "preempt_signal": "SlurmctldParameters=preempt_send_user_signal" * s.preempt_signal,
         "accounting": "\n".join(f"{key}={value}" for key, value in accounting.items()),
     }
     gres = f"Name=gpu Type=h200 File={s.dir}/dev/nvidia[0-{s.gpus - 1}] Flags=nvidia_gpu_env\n"
-    changed = write(s.dir / "etc/gres.conf", gres.encode())
-    mail = f"#!/bin/sh\n{{ echo mail \"$@\"; cat; }} >>{s.dir}/log/mail\n"
-    write(s.dir / "etc/mail", mail.encode(), 0o755)
-    for name, file in {
-        "slurm.conf": "etc/slurm.conf",
-        "slurmdbd.conf": "etc/slurmdbd.conf",
-        "mariadb.cnf": "db/mariadb.cnf",
-    }.items():
+    files = {s.dir / "etc/gres.conf": gres.encode()}
+    for name in ("slurm.conf", "slurmdbd.conf", "mariadb.cnf"):
         text = Template((HERE / f"{name}.in").read_text()).substitute(fields)
-        mode = 0o600 if name == "slurmdbd.conf" else 0o644  # slurmdbd insists
-        changed |= write(s.dir / file, text.encode(), mode)
-    return changed
+        files[s.dir / "etc" / name] = text.encode()
+    return files
 
 
 def communication() -> str:
-    """Bind to loopback alone where Slurm can: all but slurmctld know the host's own name only."""
+    """The line of slurm.conf that keeps all ports on loopback, where Slurm can do that.
+
+    It binds to all addresses or to that of the host's own name. If that name means 127.0.0.1, as in
+    most containers, nothing can be reached from outside. Else munge's key is what keeps others out
+    (with 127.0.1.1, as on Debian, srun would wait for nodes where they do not call).
+    """
     try:
         local = socket.gethostbyname(socket.gethostname()) == "127.0.0.1"
     except OSError:
         local = False
-    return "CommunicationParameters=NoCtldInAddrAny" + (",NoInAddrAny" if local else "")
+    return "CommunicationParameters=NoCtldInAddrAny,NoInAddrAny" if local else ""
 
 
-def write(file: Path, content: bytes, mode: int = 0o644) -> bool:
-    """Whole or not at all; True if it was not there with this content already."""
-    if file.exists() and file.read_bytes() == content:
-        return False
+def differs(files: dict[Path, bytes]) -> bool:
+    """Whether any of these is not there as it should be."""
+    return any(not file.exists() or file.read_bytes() != files[file] for file in files)
+
+
+def write(file: Path, content: bytes, mode: int = 0o644) -> None:
+    """Whole or not at all."""
     draft = file.with_name(file.name + ".new")
     draft.write_bytes(b"")
     draft.chmod(mode)
     draft.write_bytes(content)
     draft.replace(file)
-    return True

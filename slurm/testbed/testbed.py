@@ -24,7 +24,7 @@ from pathlib import Path
 
 import settings as settings_module
 from daemons import Testbed
-from settings import Settings, Stop
+from settings import Settings, Stop, WrongUse
 
 
 def up(directory: Path, wishes: dict[str, object]) -> None:
@@ -41,10 +41,16 @@ def up(directory: Path, wishes: dict[str, object]) -> None:
     else:
         after = settings_module.with_free_ports(after, asked="port" in wishes)
     settings_module.save(after)
-    changed = settings_module.write_configuration(after)
+    settings_module.prepare_directory(after)
     bed = Testbed(after)
-    if changed:
-        bed.stop("slurmctld")  # it reads some of it at its start only
+    files = settings_module.configuration(after)
+    if settings_module.differs(files):
+        # They read some of it at their start only. Stopped first: an `up` that is cut short here
+        # leaves nothing that runs with the old files beside the new.
+        bed.stop("slurmctld", "slurmdbd")
+        for file, content in files.items():
+            mode = 0o600 if file.name == "slurmdbd.conf" else 0o644  # slurmdbd insists
+            settings_module.write(file, content, mode)
     for name in bed.names[: -len(bed.slurmds)]:
         bed.start(name)
     bed.start(*bed.slurmds)
@@ -198,7 +204,7 @@ def fault(bed: Testbed, name: str, node: str | None = None, seen: bool = False) 
     if node is not None:
         node = node if "." in node else f"127.0.1.{node}"
         if node not in bed.settings.node_names:
-            raise Stop(f"no node {node}; fix: one of {', '.join(bed.settings.node_names)}")
+            raise WrongUse(f"no node {node}; fix: one of {', '.join(bed.settings.node_names)}")
         if name == "kill-node":
             return kill_node(bed, node, seen)
         bed.start(f"slurmd-{node}")
@@ -240,14 +246,17 @@ def main() -> int:
             return 0
         if command == "status":
             return status(directory, arguments["json"])
+        wishes = {k: v for k, v in arguments.items() if v is not None}
         found = settings_module.load(directory)  # refuses before anything is touched
+        if command == "up":
+            dataclasses.replace(found or Settings(), **wishes)
         if command != "up" and not (found or directory.exists()):
             if command in ("down", "wipe"):
                 return 0
             existing(directory)
         with locked(directory):
             if command == "up":
-                up(directory, {k: v for k, v in arguments.items() if v is not None})
+                up(directory, wishes)
             elif command == "down":
                 down(directory)
             elif command == "wipe":
@@ -256,7 +265,10 @@ def main() -> int:
                 fault(existing(directory), command, **arguments)
     except (Stop, OSError) as error:
         print(f"testbed: error: {error}", file=sys.stderr)
-        return 1
+        return getattr(error, "exit_status", 1)
+    except KeyboardInterrupt:
+        print("testbed: interrupted; fix: the same command again", file=sys.stderr)
+        return 130
     return 0
 
 

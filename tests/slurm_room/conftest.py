@@ -111,8 +111,8 @@ class Testbed:
 def running(name: str, *options: str) -> Iterator[Testbed]:
     """A new testbed, wiped in the end; those of test sessions that were killed are wiped now."""
     for leftover in Path("/tmp").glob("ke-test-*-*"):
-        ours = leftover.owner() == Path(f"/proc/{os.getpid()}").owner()
-        if ours and not Path(f"/proc/{leftover.name.split('-')[2]}").exists():
+        session = Path("/proc", leftover.name.split("-")[2])
+        if leftover.stat().st_uid == os.getuid() and not session.exists():
             Testbed(leftover).testbed("wipe", check=False)
             shutil.rmtree(leftover, ignore_errors=True)
     # Short: sockets lie in it, and their paths are limited to 107 characters.

@@ -152,6 +152,12 @@ def test_preemption_is_changed_on_the_running_testbed(testbed: Any) -> None:
     testbed.clear()
 
 
+def test_mail_is_kept_in_a_file(bare_testbed: Any) -> None:
+    job = bare_testbed.sbatch("true", "--mail-type=END", "--mail-user=me@example.org")
+    file = bare_testbed.dir / "log/mail"
+    bare_testbed.wait(lambda: file.exists() and f"Job_id={job} " in file.read_text(), True)
+
+
 def test_what_no_partition_can_run_is_refused(testbed: Any) -> None:
     command = ["sbatch", "--test-only", "-pshort", "--time=3", "--wrap", "true"]
     done = subprocess.run(command, env=testbed.env, capture_output=True, text=True)
@@ -213,29 +219,30 @@ def test_down_leaves_no_process_and_ends_no_other(bare_testbed: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "exit_status", "message"),
     [
-        (["up", "--dir", "/tmp/" + "x" * 80], "too many"),
-        (["up", "--dir", "/tmp/with space"], "plainer"),
-        (["up", "--nodes", "0"], "a number from 1 to 40"),
-        (["down", "--dir", "/usr"], "no testbed"),
-        (["wipe", "--dir", "/usr"], "no testbed"),
-        (["status", "--dir", "/tmp/ke-none"], "up --dir /tmp/ke-none"),
-        (["kill-node", "--dir", "/tmp/ke-none", "1"], "up --dir /tmp/ke-none"),
+        (["up", "--dir", "/tmp/" + "x" * 80], 2, "too many"),
+        (["up", "--dir", "/tmp/with space"], 2, "plainer"),
+        (["up", "--dir", "/tmp/ke-none", "--nodes", "0"], 2, "a number from 1 to 40"),
+        (["up", "--dir", "/proc/none"], 1, "/proc/none"),
+        (["down", "--dir", "/etc"], 1, "no testbed"),
+        (["wipe", "--dir", "/etc"], 1, "no testbed"),
+        (["status", "--dir", "/tmp/ke-none"], 1, "up --dir /tmp/ke-none"),
+        (["kill-node", "--dir", "/tmp/ke-none", "1"], 1, "up --dir /tmp/ke-none"),
     ],
 )
-def test_wrong_use_gets_one_line(options: list[str], message: str) -> None:
+def test_wrong_use_gets_one_line(options: list[str], exit_status: int, message: str) -> None:
     done = subprocess.run([TESTBED, *options], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == exit_status and done.stderr.count("\n") == 1, done.stderr
     assert message in done.stderr and done.stderr.startswith("testbed: error: ")
-    assert not Path("/tmp/with space").exists() and not Path("/tmp/ke-none").exists()
+    assert not Path("/tmp/with space").exists() and not Path("/etc/lock").exists()
 
 
 def test_shape_holds_while_it_runs(bare_testbed: Any) -> None:
     done = bare_testbed.testbed("up", "--nodes", "2", check=False)
     assert done.returncode == 1 and "runs with nodes = 4; fix: " in done.stderr
     done = bare_testbed.testbed("kill-node", "9", check=False)
-    assert done.returncode == 1 and "no node 127.0.1.9" in done.stderr
+    assert done.returncode == 2 and "no node 127.0.1.9" in done.stderr
 
 
 def test_a_taken_port_is_named(bare_testbed: Any, tmp_path: Path) -> None:
