@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -200,6 +201,16 @@ def test_up_mends_a_reboot_and_an_up_that_was_cut_short(bare_testbed: Any) -> No
     bare_testbed.up()
     assert pids(bare_testbed) == before
     assert bare_testbed.run("srun", "-N4", "echo", "well") == "\n".join(["well"] * 4)
+
+
+def test_up_is_killed_and_repeated() -> None:
+    at = ["--dir", f"/tmp/ke-test-{os.getpid()}-k"]
+    for seconds in (0.1, 0.2, 0.3):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # run() kills it with SIGKILL
+            subprocess.run([TESTBED, "up", "--no-accounting", *at], timeout=seconds)
+        subprocess.run([TESTBED, "up", "--no-accounting", *at], check=True)
+        subprocess.run([TESTBED, "status", *at], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([TESTBED, "wipe", *at], check=True)
 
 
 def test_down_leaves_no_process_and_ends_no_other(bare_testbed: Any) -> None:
