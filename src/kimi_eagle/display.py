@@ -14,34 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
-from kimi_eagle.survey import StageState, StageView
+from kimi_eagle.survey import StageState, StageView, rate_and_eta
 
 if TYPE_CHECKING:
     from kimi_eagle.slurm.status import Look
 
 PLAIN_SECONDS = 10
-
-
-def rate_and_eta(view: StageView) -> tuple[float, float | None]:
-    """Tokens per second of the live workers, and seconds left at that rate.
-
-    What is left is known in the plan's sizes; so far `tokens_worked` real tokens were
-    `tokens_done` of those (regenerate plans with the longest answers that may come).
-    """
-    now = time.time()
-    rate = sum(w["tokens"] / max(1e-9, now - _work_start(w)) for w in view.workers if w["tokens"])
-    share = view.tokens_done / view.tokens_total if view.tokens_total else 0.0
-    if view.left == 0 or share <= 0.01:
-        return rate, None
-    if rate and view.tokens_worked:
-        return rate, view.tokens_left / (rate * view.tokens_done / view.tokens_worked)
-    started = min((_work_start(w) for w in view.workers), default=now)
-    return rate, (now - started) * (1 - share) / share if view.workers else None
-
-
-def _work_start(worker: dict[str, Any]) -> float:
-    waited = sum(v for k, v in worker["phases"].items() if k == "load")
-    return worker["started"] + waited
 
 
 def describe(view: StageView) -> str:

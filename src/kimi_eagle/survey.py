@@ -212,6 +212,28 @@ def _of(worker: dict[str, Any]) -> str:
     return job + worker["host"]
 
 
+def rate_and_eta(view: StageView) -> tuple[float, float | None]:
+    """Tokens per second of the live workers, and seconds left at that rate.
+
+    What is left is known in the plan's sizes; so far `tokens_worked` real tokens were
+    `tokens_done` of those (regenerate plans with the longest answers that may come).
+    """
+    now = time.time()
+    rate = sum(w["tokens"] / max(1e-9, now - _work_start(w)) for w in view.workers if w["tokens"])
+    share = view.tokens_done / view.tokens_total if view.tokens_total else 0.0
+    if view.left == 0 or share <= 0.01:
+        return rate, None
+    if rate and view.tokens_worked:
+        return rate, view.tokens_left / (rate * view.tokens_done / view.tokens_worked)
+    started = min((_work_start(w) for w in view.workers), default=now)
+    return rate, (now - started) * (1 - share) / share if view.workers else None
+
+
+def _work_start(worker: dict[str, Any]) -> float:
+    waited = sum(v for k, v in worker["phases"].items() if k == "load")
+    return worker["started"] + waited
+
+
 def all_workers(stage_dir: StageDir) -> list[dict[str, Any]]:
     """The files of all workers of a stage, dead or alive."""
     found = [files.read_json(p) for p in sorted(stage_dir.workers.glob("*.json"))]

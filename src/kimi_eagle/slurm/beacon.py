@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kimi_eagle import display, files
+from kimi_eagle import files
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm.names import SHORT
-from kimi_eagle.survey import view
+from kimi_eagle.survey import rate_and_eta, view
 from kimi_eagle.worker import Worker
 
 
@@ -21,7 +21,7 @@ def write(path: Path, run: RunDir, worker: Worker) -> None:
     seen = view(run, stage)
     share = seen.tokens_done / seen.tokens_total if seen.tokens_total else 0.0
     percent = int(100 * min(share, 1.0))
-    rate, eta = display.rate_and_eta(seen)
+    rate, eta = rate_and_eta(seen)
     comment = f"{percent}%" + (f" {_short(rate)} tok/s" if rate else "")
     if eta is not None:
         comment += f" ETA {int(eta) // 3600}:{int(eta) % 3600 // 60:02d}"

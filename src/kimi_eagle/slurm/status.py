@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kimi_eagle import accepted, files, liveness
-from kimi_eagle.display import rate_and_eta
 from kimi_eagle.errors import KimiEagleError
 from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm import jobview, queue, use
 from kimi_eagle.slurm.book import read_book
 from kimi_eagle.stages import UPSTREAM
-from kimi_eagle.survey import StageView, all_workers, view
+from kimi_eagle.survey import StageView, all_workers, rate_and_eta, view
 
 SUBMIT_AGAIN = "no job in the queue and work is left: type the same submit again"
 WORKING = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
