@@ -21,6 +21,8 @@ SCRUBBED = ("SBATCH_", "SQUEUE_", "SALLOC_", "SRUN_", "SINFO_", "SCONTROL_", "SL
 KEPT = frozenset({"SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER"})
 CALL_SECONDS = 60.0
 SUFFIX_DIGITS = 10
+_SEARCH = ("resolve_ctls_from_dns_srv", "fetch_config", "_establish_config_source")
+"""What commands say on their way to `Could not establish a configuration source`."""
 _FIELDS = ("%i", "%F", "%K", "%T", "%r", "%N", "%S", "%M", "%j", "%k")
 
 
@@ -116,4 +118,5 @@ def said(done: subprocess.CompletedProcess[str]) -> str:
     """What a command said about its failure, on one line, without `sbatch: error:` before it."""
     lines = (done.stderr or done.stdout or "").strip().splitlines()
     words = [re.sub(r"^(\w+: )?(error: |fatal: )*", "", x).strip() for x in lines if x.strip()]
+    words = [x for x in words if not x.startswith(_SEARCH)]
     return "; ".join(words) or f"exit code {done.returncode}"
