@@ -7,7 +7,7 @@
 #   TERM (scancel, preemption, node going away): passed on at once; Slurm requeues what it preempted
 # Only this script talks to Slurm on a node, and it works where scontrol is missing or forbidden.
 set -u
-asked='' stage='' child='' log=/dev/null why=running token='' deadline=0 started=0 shown=0
+asked=${KIMI_EAGLE_ASKED:-} stage='' child='' log=/dev/null why=running token='' deadline=0 started=0 shown=0
 trap asked=limit USR2; trap asked=term TERM INT # until there is something to stop
 run='' stages='' role=single name=job gpus=0 grace=300 requeue=0 rename=0 final=0 attempts=20 hours='' events='' notify=()
 task=${SLURM_ARRAY_TASK_ID:-0} suffix=h${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-$$}}

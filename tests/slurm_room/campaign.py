@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle import files
+from kimi_eagle import files, liveness
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests/recipes/tiny.toml"
@@ -195,6 +195,19 @@ class Case:
     def kill(self, worker: dict[str, Any]) -> None:
         """SIGKILL for the process of a worker."""
         os.kill(worker["pid"], signal.SIGKILL)
+
+    def alive(self, worker: dict[str, Any]) -> bool:
+        """Whether the process of a worker still runs (all nodes are on this machine)."""
+        return liveness.process_start(worker["pid"]) == worker["pid_started"]
+
+    def kill_host(self, entry: dict[str, Any]) -> None:
+        """SIGKILL for host.sh of a job, and for nothing else."""
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = path.read_text().split("\0")
+                if words[:2] == ["bash", str(self.run / "slurm/host.sh")]:
+                    if entry["suffix"] in words:
+                        os.kill(int(path.parent.name), signal.SIGKILL)
 
     # -- after ---------------------------------------------------------------------------------
 

@@ -43,6 +43,7 @@ def test_a_unit_that_outlasts_the_time_limit_is_dropped(case: Case) -> None:
     assert by_task(case)[other.partition("_")[2]] == 1
 
 
+@pytest.mark.campaign
 def test_a_unit_that_ends_before_the_time_limit_is_committed(case: Case) -> None:
     """A job of one minute, 15 s of them to leave: the next job goes on with the next unit."""
     case.configure(site={"time": "1", "grace_seconds": 300})
@@ -83,8 +84,18 @@ def test_a_job_that_may_not_requeue_leaves_the_rest_to_its_follow_up(case: Case)
     case.whole()
 
 
-@pytest.mark.parametrize("grace", [0, 10])
-@pytest.mark.parametrize("signal", [False, True], ids=["plain", "user-signal"])
+SLOW = pytest.mark.campaign
+
+
+@pytest.mark.parametrize(
+    ("grace", "signal"),
+    [
+        pytest.param(0, False, marks=SLOW),
+        pytest.param(10, False, marks=SLOW),
+        pytest.param(0, True, marks=SLOW),
+        (10, True),
+    ],
+)
 def test_preemption(case: Case, grace: int, signal: bool) -> None:
     """A job of a higher partition takes the node in mid-unit; the worker comes back after it."""
     case.bed.up("--grace-time", str(grace), "--preempt-signal" if signal else "--no-preempt-signal")
@@ -109,6 +120,25 @@ def test_preemption(case: Case, grace: int, signal: bool) -> None:
         case.bed.up("--grace-time", "0", "--no-preempt-signal")
 
 
+@pytest.mark.campaign
+def test_preemption_while_the_preamble_runs(case: Case) -> None:
+    """A signal before the supervisor is there must not end the job for good."""
+    case.bed.up("--grace-time", "10", "--preempt-signal")
+    try:
+        site = {"partition": "low", "preamble": ["touch $TEST_FOLDER/began; sleep 5", OWN_HOST]}
+        case.configure(site=site)
+        case.open(5)
+        (entry,) = case.extract(hold=False, TEST_FOLDER=str(case.folder))
+        wait(lambda: (case.folder / "began").exists(), 30, "the preamble")
+        high = case.bed.sbatch("sleep 1", "-phigh", "-N4", "--exclusive")
+        case.bed.wait_state(high, "COMPLETED", seconds=60)
+        case.finish()
+        case.whole()
+    finally:
+        case.bed.up("--grace-time", "0", "--no-preempt-signal")
+
+
+@pytest.mark.campaign
 def test_max_gpu_hours_hold_the_run(case: Case) -> None:
     """8 GPUs for some 10 s are 0.02 hours: the worker ends its unit and leaves; nobody starts."""
     case.configure("max_gpu_hours = 0.02")

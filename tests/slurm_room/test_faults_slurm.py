@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ def test_a_node_goes_down(case: Case) -> None:
     assert len(nodes) == 2 and nodes[0] == f"127.0.1.{node}" != nodes[1]
 
 
+@pytest.mark.campaign
 def test_scontrol_requeue(case: Case) -> None:
     """Of one array task in mid-unit: it alone starts again."""
     case.configure("workers = 2")
@@ -61,6 +63,7 @@ def test_scontrol_requeue(case: Case) -> None:
     assert starts == {job.partition("_")[2]: 2, other.partition("_")[2]: 1}
 
 
+@pytest.mark.campaign
 def test_requeuehold_and_release(case: Case) -> None:
     """Nothing happens until a person lets the job go; a second submit adopts it."""
     case.open(3, 4)
@@ -74,9 +77,15 @@ def test_requeuehold_and_release(case: Case) -> None:
     case.scontrol("release", entry["job_id"])
     case.finish()
     case.whole()
+    # A job that is over, once more: it finds nothing to do.
+    case.scontrol("requeue", entry["job_id"])
+    case.finish()
+    case.whole()
+    assert list(case.starts().values()) == [3]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may suspend")
+@pytest.mark.campaign
 def test_suspend_and_resume(case: Case) -> None:
     """Another worker takes over the unit of a silent one; the first record wins when it wakes."""
     case.configure("workers = 2")
@@ -114,3 +123,47 @@ def test_slurmctld_restarts_and_accounting_is_down(case: Case) -> None:
         assert sorted(case.starts().values()) == [1, 1]
     finally:
         case.bed.up()
+
+
+@pytest.mark.campaign
+def test_a_lost_node_whose_worker_lives_on(case: Case) -> None:
+    """slurmd is gone, its tasks are not: two workers of one job, and still one record a unit."""
+    case.open(3, 4, 5)
+    (entry,) = case.extract()
+    ((unit, old),) = case.wait_claims(1).items()
+    node = node_of(case, entry["job_id"])
+    os.kill(case.bed.status()["daemons"][f"slurmd-127.0.1.{node}"]["pid"], signal.SIGKILL)
+    case.scontrol("update", f"NodeName=127.0.1.{node}", "State=DOWN", "Reason=test")
+    try:
+        wait(lambda: case.holder(unit) not in ("", old["id"]), 90, "the second worker in the unit")
+        assert Path(f"/proc/{old['pid']}").exists()
+        case.release()
+        case.finish()
+        wait(lambda: not case.alive(old), 60, "the end of the first worker")
+        case.whole()
+        tries = [a.name for a in (case.run / "extract/attempts").glob(f"{unit}.*.json")]
+        assert len(tries) == 2
+    finally:
+        case.bed.start_node(node)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("fault", ["requeue", "node"])
+def test_downstream_waits_for_what_is_requeued(case: Case, fault: str) -> None:
+    """afterany must not take a job that starts again for one that is over."""
+    case.open(3, 4)
+    extract, train = case.submit()
+    claimed = case.wait_claims(1)
+    if fault == "node":
+        case.bed.kill_node(node_of(case, extract["job_id"]), seen=True)
+    else:
+        case.scontrol("requeue", extract["job_id"])
+    wait(lambda: case.claims() and case.claims() != claimed, 90, "the second start")
+    assert case.jobs()[train["job_id"]] == "PENDING Dependency"
+    case.release()
+    case.wait_state(train["job_id"], "RUNNING")
+    assert len(records(case.run, "extract")) == 12
+    wait(lambda: list((case.run / "train/workers").glob("*.json")), 60, "train at work")
+    case.bed.run("scancel", train["job_id"])
+    case.finish()
+    case.whole()

@@ -36,6 +36,7 @@ def test_a_cancelled_upstream(case: Case) -> None:
     case.whole()
 
 
+@pytest.mark.campaign
 def test_a_purged_failed_upstream(case: Case) -> None:
     """Slurm runs a job that waits for one it has forgotten (22.05): the gate still refuses."""
     case.bed.up("--min-job-age", "2")

@@ -49,6 +49,22 @@ def test_a_killed_worker_is_started_again_in_its_job(case: Case) -> None:
     assert "extract ended with 137 after 0 units" in case.log(entry)
 
 
+@pytest.mark.campaign
+def test_a_killed_supervisor(case: Case) -> None:
+    """Slurm ends what is left of the job; the same submit goes on."""
+    case.open(4, 5)
+    (entry,) = case.extract()
+    case.wait_claims(1)
+    case.kill_host(entry)
+    wait(lambda: case.jobs() == {}, 60, "the end of the job")
+    case.release()
+    (again,) = case.extract()
+    assert again["job_id"] != entry["job_id"]
+    case.finish()
+    case.whole()
+
+
+@pytest.mark.campaign
 def test_a_unit_that_kills_its_worker_three_times_is_given_up(case: Case) -> None:
     case.open(4, 5, 6)
     case.extract()
@@ -75,6 +91,7 @@ def test_a_unit_that_kills_its_worker_three_times_is_given_up(case: Case) -> Non
     case.whole()
 
 
+@pytest.mark.campaign
 def test_three_deaths_before_any_unit_hold_the_stage(case: Case) -> None:
     case.configure("workers = 2", site={"preamble": ["ulimit -v 3000000"]})
     case.open(*range(UNITS))

@@ -215,6 +215,9 @@ def _setup(site: Site, words: Words) -> list[str]:
     """Lines before host.sh; a preamble that fails must not be run over."""
     lines = list(words.lines)
     if site.preamble:
+        # Preempted or timed out while the preamble runs: host.sh has to hear of it. Without a trap
+        # the signal ends the job, which Slurm then counts as failed and does not start again.
+        lines += ["trap 'export KIMI_EAGLE_ASKED=limit' USR2"]
         lines += ["set -e", *site.preamble, "set +e"]
     if site.network_interface:
         name = shlex.quote(site.network_interface)
