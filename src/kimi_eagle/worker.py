@@ -35,8 +35,9 @@ BEATS_A_LOOK = 5
 """Heartbeats between two calls of `on_look`, which may list the records of the whole stage."""
 
 TEST_HOLD = "KIMI_EAGLE_TEST_HOLD"
-"""Test switch: a worker's first unit (never the stage's very first) waits until this many workers
-hold claims, or, for a path, until that file exists. For faults in the middle of a unit."""
+"""Test switch: a worker's first unit (never the stage's very first) waits, once a part of it is
+done, until this many workers hold claims, or, for a path, until that file exists. For faults in the
+middle of a unit."""
 
 
 class Stopped(BaseException):
@@ -82,6 +83,7 @@ class Worker:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._signal: int | None = None
+        self._hold = ""
         self.tokens = 0
         """Tokens worked on so far, all units together."""
         self.committed = 0
@@ -149,6 +151,9 @@ class Worker:
     def progress(self, fraction: float, tokens: int) -> None:
         """How much of the current unit is done (0..1), and tokens worked on by this worker."""
         self._state["fraction"], self._state["tokens"] = fraction, tokens
+        while self._hold and not self._test_released(self._hold):
+            time.sleep(0.1)
+        self._hold = ""
 
     def note(self, **values: Any) -> None:
         """Show something more in the worker's file, such as loss and step."""
@@ -174,8 +179,7 @@ class Worker:
                 continue
             if unit is not None:
                 if first and len(self.ledger.open_units(units)) < len(units):
-                    self._test_hold()
-                    first = False
+                    self._hold, first = os.environ.get(TEST_HOLD, ""), False
                 yield Attempt(self, unit, max_failures)
             elif not self._free_stale(units, watch):
                 return
@@ -201,11 +205,6 @@ class Worker:
         attempt = Attempt(self, unit, max_failures)
         attempt.give_up([f"its worker died ({reason})" for reason in deaths])
         return True
-
-    def _test_hold(self) -> None:
-        wanted = os.environ.get(TEST_HOLD)
-        while wanted and not self._test_released(wanted):
-            time.sleep(0.1)
 
     def _test_released(self, wanted: str) -> bool:
         if not wanted.isdigit():

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
+
 from kimi_eagle import files, liveness
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,8 +80,17 @@ def digests(run: Path, *stages: str) -> dict[str, str]:
             for entry in record["files"]:
                 kind = entry["name"].split(".", 2)[2]
                 path = run / stage / "files" / entry["name"]
-                found[f"{stage}/{record['unit']}/{kind}"] = files.file_digest(path)
+                key = f"{stage}/{record['unit']}/{kind}"
+                found[key] = _index(path) if kind == "index.parquet" else files.file_digest(path)
     return found
+
+
+def _index(path: Path) -> str:
+    """Digest of an index; its bytes hold the name of its shard, and so the attempt's number."""
+    table = pq.read_table(path)
+    meta = {k.decode(): v.decode() for k, v in table.schema.metadata.items()}
+    assert meta.pop("kimi_eagle.shard") == path.name.replace("index.parquet", "safetensors")
+    return files.digest([table.to_pylist(), meta])
 
 
 def records(run: Path, stage: str) -> list[dict[str, Any]]:
@@ -151,12 +162,16 @@ class Case:
 
     def holder(self, unit: str) -> str:
         """The id of the worker that is in the middle of this unit, or nothing."""
-        return self.claims().get(unit, {"id": ""})["id"]
+        return self.midway().get(unit, {"id": ""})["id"]
+
+    def midway(self) -> dict[str, dict[str, Any]]:
+        """Those of `claims` whose worker has done a part of the unit."""
+        return {u: w for u, w in self.claims().items() if w["unit"] == u and w["fraction"] > 0}
 
     def wait_claims(self, count: int, seconds: float = 120) -> dict[str, dict[str, Any]]:
-        """Until so many units are claimed, by workers that are in the middle of them."""
-        wait(lambda: len(self.claims()) == count, seconds, f"{count} claims")
-        return self.claims()
+        """Until so many workers are in the middle of a unit."""
+        wait(lambda: len(self.midway()) == count, seconds, f"{count} claims")
+        return self.midway()
 
     def jobs(self) -> dict[str, str]:
         """Job -> `STATE REASON` of what squeue shows of this run (other runs share the testbed)."""
