@@ -6,32 +6,37 @@ run=$(realpath "${1:?usage: bash submit.sh RUN}")
 [ -f "$run/run.json" ] || { echo "submit.sh: no run in $run (no run.json)" >&2; exit 2; }
 cd "$(dirname "$0")"
 mkdir -p "$run"/slurm/{jobs,log}
-upstream=
-job() { # FILE DEPENDENCY: the id of the job
-    local after=${2:+--dependency=afterany$2}
-    sbatch --parsable $after --output="$run/slurm/log/%x-%j.log" "$1" "$run" | cut -d';' -f1
+digits=$(printf %s "$run" | sha256sum | cut -c1-4) # by which a run knows its jobs in squeue
+if squeue --noheader --me --format=%j | grep -Eq -- "-$digits[0-9a-f]{6}\$"; then
+    echo "submit.sh: jobs of $run are in the queue" >&2; exit 1
+fi
+upstream='' sent=()
+trap '[ $? = 0 ] || [ ${#sent[@]} = 0 ] || scancel "${sent[@]}"' EXIT # half a run helps nobody
+job() { # FILE NAME DEPENDENCY WHAT: sets id and suffix
+    suffix=$digits$(od -An -N3 -tx1 /dev/urandom | tr -d ' 
+')
+    id=$(sbatch --parsable --job-name="$2-$suffix" ${3:+--dependency=afterany$3} \
+        --output="$run/slurm/log/%x-%j.log" "$1" "$run")
+    id=${id%%;*}
+    sent+=("$id")
+    echo "$id $4"
 }
 group=
-id=$(job 1-regenerate.canary.sbatch "$upstream")
-canary=$id
+job 1-regenerate.canary.sbatch reg-kimi "$upstream" "regenerate, prepare (canary)"
+canary=$id others=$run/slurm/jobs/$suffix.others
 group=$group:$id
-echo "$id regenerate, prepare (canary)"
-id=$(job 1-regenerate.workers.sbatch ":$canary")
-echo "$id" >>"$run/slurm/jobs/h$canary.others"
+job 1-regenerate.workers.sbatch reg-kimi ":$canary" "regenerate, prepare (workers, 3 at once)"
+echo "$id" >>"$others"
 group=$group:$id
-echo "$id regenerate, prepare (workers, 3 at once)"
 upstream=$upstream$group
 group=
-id=$(job 2-extract.canary.sbatch "$upstream")
-canary=$id
+job 2-extract.canary.sbatch ext-kimi "$upstream" "extract, vocab (canary)"
+canary=$id others=$run/slurm/jobs/$suffix.others
 group=$group:$id
-echo "$id extract, vocab (canary)"
-id=$(job 2-extract.workers.sbatch ":$canary")
-echo "$id" >>"$run/slurm/jobs/h$canary.others"
+job 2-extract.workers.sbatch ext-kimi ":$canary" "extract, vocab (workers, 3 at once)"
+echo "$id" >>"$others"
 group=$group:$id
-echo "$id extract, vocab (workers, 3 at once)"
 upstream=$upstream$group
 group=
-id=$(job 3-train.sbatch "$upstream")
+job 3-train.sbatch trn-kimi "$upstream" "train, benchmark (single)"
 group=$group:$id
-echo "$id train, benchmark (single)"

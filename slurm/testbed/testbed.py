@@ -22,9 +22,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import settings as settings_module
-from daemons import Testbed
-from settings import Settings, Stop, WrongUse
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # also under PYTHONSAFEPATH
+
+import settings as settings_module  # noqa: E402
+from daemons import Testbed  # noqa: E402
+from settings import Settings, Stop, WrongUse  # noqa: E402
 
 
 def up(directory: Path, wishes: dict[str, object]) -> None:

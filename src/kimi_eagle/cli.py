@@ -27,6 +27,9 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
+        except BrokenPipeError:  # `kimi-eagle logs RUN | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("stopped; type the same command again to go on", err=True)
             ctx.exit(130)
@@ -248,8 +251,9 @@ def retry(run_path: str, as_json: bool) -> None:
         print_json(found)
     else:
         for name, count in found.items():
-            click.echo(f"{name:<10} {count} unit{'s' if count > 1 else ''} open again")
-        click.echo("now: kimi-eagle run or submit" if found else "no failed or damaged unit")
+            what = "hold lifted" if name == "held" else f"{count} unit{'s'[: count > 1]} open again"
+            click.echo(f"{name:<10} {what}")
+        click.echo("now: kimi-eagle run or submit" if found else "nothing failed or held")
 
 
 @main.command()

@@ -32,6 +32,7 @@ def site_init(out: str | None, partition: str | None, force: bool, as_json: bool
       kimi-eagle site init
       kimi-eagle site init --partition gpu --out mycluster.toml
     """
+    import shlex
     from pathlib import Path
 
     from kimi_eagle.slurm import siteinit
@@ -43,8 +44,7 @@ def site_init(out: str | None, partition: str | None, force: bool, as_json: bool
         return
     for note in seen.unknown:
         click.echo(f"not found out: {note}")
-    named = path if out else path.stem
-    click.echo(f"{path}\nnow: kimi-eagle site check {named}")
+    click.echo(f"{path}\nnow: kimi-eagle site check {shlex.quote(str(path))}")
 
 
 @site.command("check")

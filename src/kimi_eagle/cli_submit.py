@@ -43,6 +43,8 @@ def submit(
       kimi-eagle submit jobs/kimi-k2.5.toml --site mycluster --more 4
       salloc -N4 --gpus-per-node=8 kimi-eagle submit jobs/kimi-k2.5.toml --site mycluster --here
     """
+    import shlex
+    import signal
     from pathlib import Path
 
     from kimi_eagle import recipe as recipes
@@ -50,30 +52,49 @@ def submit(
     from kimi_eagle.rundir import RunDir, create_run, follow
     from kimi_eagle.site import load_site
     from kimi_eagle.slurm import emit as emitting
+    from kimi_eagle.slurm import guard
     from kimi_eagle.slurm import here as allocation
     from kimi_eagle.slurm.submit import submit as submit_run
 
-    if sum(map(bool, (dry_run, emit, here))) > 1 or (more and (dry_run or emit or here)):
+    modes = [dry_run, emit is not None, here, more is not None]
+    if sum(modes) > 1:
         raise UsageError("--dry-run, --emit, --here and --more exclude each other")
-    if only and only not in recipes.STAGES:
+    for option, value in (("--emit", emit), ("--run", run_path), ("--site", site_name)):
+        if value == "":
+            raise UsageError("an empty name (an unset variable?)", where=option)
+    if only is not None and only not in recipes.STAGES:
         raise UsageError(f"unknown stage {only!r}", expected=f"one of {', '.join(recipes.STAGES)}")
     loaded, site = recipes.load(recipe), load_site(site_name)
     target = Path("runs") / loaded.name if run_path is None else Path(run_path)
     if dry_run:
-        click.echo(emitting.dry_run(RunDir(target.resolve()), loaded, site, only=only))
+        jobs = emitting.dry_run(RunDir(target.resolve()), loaded, site, only=only)
+        if as_json:
+            print_json(jobs)
+        else:
+            click.echo("\n".join(f"# {j['file']}: {j['what']}\n{j['text']}" for j in jobs))
         return
     run = create_run(target)
-    if emit:
+    if emit is not None:
+        guard.before_following(run, loaded)
         follow(run, loaded, Path(recipe))
-        for path in emitting.emit(run, loaded, site, Path(emit), only=only):
-            click.echo(path)
-        click.echo(f"now: bash {Path(emit) / 'submit.sh'} {target}")
+        written = emitting.emit(run, loaded, site, Path(emit), only=only)
+        if as_json:
+            print_json({"run": str(run.path), "files": written})
+        else:
+            click.echo("\n".join(map(str, written)))
+            click.echo("now: " + shlex.join(["bash", str(Path(emit) / "submit.sh"), str(target)]))
         return
     recipes.check_inputs(loaded)
     if here:
         allocation.work_here(run, loaded, Path(recipe), site, only=only)
         return
-    found = submit_run(run, loaded, Path(recipe), site, only=only, more=more or 0)
+    # A lost connection takes back what was queued, as Ctrl-C does.
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    source = str(Path(site_name).resolve()) if Path(site_name).is_file() else site_name
+    found = submit_run(
+        run, loaded, Path(recipe), site, site_source=source, only=only, more=more or 0
+    )
     if as_json:
         print_json({"run": str(run.path), **found})
     else:
@@ -82,14 +103,19 @@ def submit(
 
 def _tell(found: dict[str, Any], target: Any) -> None:
     """One line a job, then what to type next."""
+    import shlex
+
     for word, entries in (("submitted", found["submitted"]), ("in the queue", found["adopted"])):
         for entry in entries:
-            count = f" x {entry['tasks']}" if entry["tasks"] > 1 else ""
+            tasks = entry.get("live", entry["tasks"])
+            count = f" x {tasks}" if tasks > 1 else ""
             after = f" after {', '.join(entry['after'])}" if entry["after"] else ""
+            leaving = f"; {entry['leaving']} leaving" if entry.get("leaving") else ""
             click.echo(
                 f"{word:<12} {entry['job_id']:<8} {', '.join(entry['stages'])}"
-                f" ({entry['role']}{count}){after}"
+                f" ({entry['role']}{count}){after}{leaving}"
             )
     if not found["submitted"] and not found["adopted"]:
         click.echo("nothing is left to do")
-    click.echo(f"kimi-eagle status {target} --watch    kimi-eagle logs {target} -f")
+    path = shlex.quote(str(target))
+    click.echo(f"kimi-eagle status {path} --watch    kimi-eagle logs {path} -f")

@@ -81,8 +81,10 @@ def _temporary(path: Path, data: bytes | str, *, sync: bool) -> Iterator[Path]:
                 f.flush()
                 os.fsync(f.fileno())
         yield temp
-    except BaseException:
+    except BaseException as e:
         temp.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename is None:
+            e.filename = str(path)  # a full disk should say where
         raise
 
 

@@ -48,9 +48,11 @@ def retry(ctx: Context) -> dict[str, int]:
     Stages that were held may be started again.
     """
     _refuse_live(ctx.run)
-    for held in (ctx.run.held, *(ctx.run.stage(name).held for name in STAGES)):
-        held.unlink(missing_ok=True)
     found: dict[str, int] = {}
+    for held in (ctx.run.held, *(ctx.run.stage(name).held for name in STAGES)):
+        if held.exists():
+            held.unlink()
+            found["held"] = found.get("held", 0) + 1
     states = {s.name: s for s in survey(ctx)}
     for name in STAGES:
         ledger, state = ctx.ledger(name), states[name]

@@ -285,4 +285,6 @@ class Ledger:
 
     def plan(self) -> dict[str, Any] | None:
         """The same with the digest of the recipe that it was made by."""
-        return files.read_json(self.dir.plan)
+        plan = files.read_json(self.dir.plan)
+        whole = isinstance(plan, dict) and isinstance(plan.get("units"), list)
+        return plan if whole else None

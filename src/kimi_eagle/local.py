@@ -18,6 +18,7 @@ from kimi_eagle import files, liveness
 from kimi_eagle.errors import RunError
 from kimi_eagle.recipe import STAGES, Recipe
 from kimi_eagle.rundir import RunDir, StageDir, follow
+from kimi_eagle.slurm import guard
 from kimi_eagle.stages import module
 from kimi_eagle.stages.context import Context, recipe_digest
 from kimi_eagle.survey import (
@@ -48,6 +49,7 @@ def run_stages(
     _become_driver(run, digest, watcher)
     try:
         _refuse_other_recipe(run, digest)
+        guard.before_following(run, recipe)
         ctx = Context(run, recipe)
         ctx.preflight()
         follow(run, recipe, recipe_path)

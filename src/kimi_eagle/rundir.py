@@ -131,6 +131,11 @@ class SlurmDir:
         return self.path / "beacon"
 
     @property
+    def ended(self) -> Path:
+        """A folder that is there when the end of the run was told; see host.sh."""
+        return self.path / "ended"
+
+    @property
     def lock(self) -> Path:
         return self.path / "submit.lock"
 

@@ -234,10 +234,13 @@ def _work_start(worker: dict[str, Any]) -> float:
     return worker["started"] + waited
 
 
+_WORKER_KEYS = {"id", "host", "pid", "started", "phase", "phases", "tokens", "unit", "fraction"}
+
+
 def all_workers(stage_dir: StageDir) -> list[dict[str, Any]]:
     """The files of all workers of a stage, dead or alive."""
     found = [files.read_json(p) for p in sorted(stage_dir.workers.glob("*.json"))]
-    return [w for w in found if isinstance(w, dict) and "id" in w]
+    return [w for w in found if isinstance(w, dict) and _WORKER_KEYS <= w.keys()]
 
 
 def live_workers(stage_dir: StageDir) -> list[dict[str, Any]]:

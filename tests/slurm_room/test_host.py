@@ -119,6 +119,42 @@ def test_starts_are_bounded(host: Host):
     assert len(host.started()) == 5 and "5 times" in (host.run / "extract/held").read_text()
 
 
+def test_waiting_is_hardly_a_start(host: Host):
+    """Workers that come again every two minutes for a slow canary are not broken: 20 for one."""
+    starts = host.run / "slurm/starts"
+    starts.mkdir(parents=True)
+    (starts / "s.0.txt").write_text("1 0 n1 5 extract waiting\n" * 60)
+    assert host("exit 76", "--attempts", 5).returncode == 75
+    assert (starts / "s.0.txt").read_text().splitlines()[-1].endswith(" extract waiting")
+    (starts / "s.0.txt").write_text("1 0 n1 5 extract waiting\n" * 100)
+    assert host("exit 76", "--attempts", 5).returncode == 1
+    assert "5 times" in (host.run / "extract/held").read_text()
+
+
+def test_spent_gpu_hours_start_nothing(host: Host):
+    use = host.run / "slurm/use"
+    use.mkdir(parents=True)
+    (use / "old.0.0.regenerate.txt").write_text("start=0 now=3600 end=3600 gpus=3\n\n")
+    assert host("true", "--hours", 3).returncode == 1
+    assert host.started() == [] and (host.run / "held").exists()
+
+
+def test_the_end_is_told_once(host: Host):
+    """Follow-up jobs find nothing to do, one after the other."""
+    notify = ["--notify", "echo", "--notify", "told:", "--events", "end", "--final"]
+    outputs = [host("true", *notify).stdout for _ in range(2)]
+    assert ["told: end" in text for text in outputs] == [True, False]
+
+
+def test_jobs_submitted_by_hand_are_known_by_their_name(host: Host):
+    host.run.mkdir()
+    argv = [str(w) for w in ("bash", HOST, "--run", host.run, "--stages", "vocab", "--", "true")]
+    for name, slot in (("voc-tiny-0123456789", "0123456789.0"), ("mine", "h77.0")):
+        env = {**CLEAN, "SLURM_JOB_NAME": name, "SLURM_JOB_ID": "77"}
+        assert subprocess.run(argv, env=env, capture_output=True, timeout=60).returncode == 0
+        assert (host.run / f"slurm/use/{slot}.0.vocab.txt").exists()
+
+
 def test_gpu_hours_end_the_run(host: Host):
     """An earlier job used 3 of 3 hours; this one is asked to leave and the run is held."""
     use = host.run / "slurm/use"

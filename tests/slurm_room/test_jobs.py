@@ -10,8 +10,8 @@ from kimi_eagle import recipe as recipes
 from kimi_eagle.errors import UsageError
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.site import Site
-from kimi_eagle.slurm.jobs import Job, more_workers, plan_jobs
-from kimi_eagle.slurm.names import SUFFIX, new_suffix, waiting_name
+from kimi_eagle.slurm.jobs import Job, more_workers, whole_group, whole_run
+from kimi_eagle.slurm.names import SUFFIX, new_suffix, run_digits, waiting_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,8 +23,7 @@ def recipe_with(**slurm: object) -> Recipe:
 
 
 def flat(recipe: Recipe, site: Site, **options: object) -> list[Job]:
-    groups = list(range(len(recipe.slurm.groups)))
-    return [job for jobs in plan_jobs(recipe, site, groups, **options) for job in jobs]
+    return [job for jobs in whole_run(recipe, site, **options) for job in jobs]
 
 
 def shape(jobs: list[Job]) -> list[tuple[str, str, int, int]]:
@@ -57,7 +56,7 @@ def test_arrays_are_split_by_max_array():
 
 
 def test_workers_are_lowered_to_max_jobs():
-    jobs = flat(recipe_with(workers=100), Site(name="s", max_jobs=21))
+    jobs = flat(recipe_with(workers=100), Site(name="s", max_jobs=22))
     assert sum(job.tasks for job in jobs) == 21
     with pytest.raises(UsageError, match="max_jobs"):
         flat(recipe_with(workers=4), Site(name="s", max_jobs=2))
@@ -75,15 +74,17 @@ def test_chained_jobs_follow_each_worker():
 
 
 def test_a_proven_group_needs_no_canary():
-    jobs = flat(recipe_with(workers=4), Site(name="s"), proven=frozenset({1}))
-    assert shape(jobs)[2] == ("extract", "workers", 4, 0)
+    stages = ("extract", "vocab")
+    jobs = whole_group(recipe_with(workers=4), Site(name="s"), 1, stages, proven=True)
+    assert shape(jobs) == [("extract", "workers", 4, 0)]
 
 
 def test_only_and_more():
     recipe, site = recipe_with(workers=4), Site(name="s")
-    (jobs,) = plan_jobs(recipe, site, [1], only="vocab")
+    (jobs,) = whole_run(recipe, site, only="vocab")
     assert [(job.stages, job.role) for job in jobs] == [(("vocab",), "single")]
-    assert shape(more_workers(recipe, site, 1, 5)) == [("extract", "workers", 5, 0)]
+    more = more_workers(recipe, site, 1, ("extract", "vocab"), 5)
+    assert shape(more) == [("extract", "workers", 5, 0)]
 
 
 def test_time_limit_of_a_group_is_its_longest():
@@ -140,4 +141,6 @@ def test_groups_name_each_stage_once_in_order(groups: list[list[str]]):
 def test_names_have_eight_characters(name: str):
     assert len(waiting_name("extract", name)) == 8
     assert waiting_name("extract", name).isascii()
-    assert SUFFIX.match(new_suffix())
+    suffix = new_suffix(Path("/runs") / name)
+    assert SUFFIX.match(suffix) and suffix != new_suffix(Path("/runs") / name)
+    assert suffix[:4] == run_digits(Path("/runs") / name)

@@ -13,7 +13,7 @@ import pytest
 
 from kimi_eagle import recipe as recipes
 from kimi_eagle.site import load_site
-from kimi_eagle.slurm.jobs import plan_jobs
+from kimi_eagle.slurm.jobs import whole_run
 from kimi_eagle.slurm.sbatch import Words, text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +24,7 @@ WORDS = Words(
     host="/runs/k/slurm/host.sh",
     command="/env/bin/python -m kimi_eagle stage @STAGE@ --run /runs/k",
     suffix="0123456789",
+    recipe="ab" * 16,
 )
 CASES = {
     "gres-typed": ("extract", "workers", {}),
@@ -44,8 +45,8 @@ def made(case: str) -> str:
     data["notify"] |= notify
     recipe = recipes.parse(data, where="golden", base=ROOT)
     site = load_site("gres-typed" if case == "cpu-stage" else case)
-    groups = [g for g, stages in enumerate(recipe.slurm.groups) if stage in stages]
-    (job,) = [j for jobs in plan_jobs(recipe, site, groups) for j in jobs if j.role == role]
+    jobs = [j for jobs in whole_run(recipe, site) for j in jobs]
+    (job,) = [j for j in jobs if j.role == role and stage in j.stages]
     after = () if role == "canary" else ("17", "18")
     return text(job, recipe, site, WORDS, folder=Path("/runs/k/slurm/log"), after=after) + "\n"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -95,12 +96,174 @@ def test_submit_killed_right_after_sbatch(testbed, submit, tmp_path: Path):
     assert dead.returncode == -9
     assert len(names(testbed)) == 1
     found = submit()
-    assert [e["role"] for e in found["adopted"]] == ["canary"]
-    # The group has a live job and is left alone; its other workers come with --more.
-    assert "regenerate" not in {s for e in found["submitted"] for s in e["stages"]}
-    assert len(names(testbed)) == 4
-    more = submit("--more", 3)
-    assert [(e["stages"][0], e["tasks"]) for e in more["submitted"]] == [("regenerate", 3)]
+    (canary,) = found["adopted"]
+    assert canary["role"] == "canary"
+    assert len(names(testbed)) == 5
+    others = found["submitted"][0]
+    assert (others["role"], others["tasks"], others["after"]) == (
+        "workers", 3, [canary["job_id"]],
+    )  # fmt: skip
+    told = tmp_path / f"run/slurm/jobs/{canary['suffix']}.others"
+    assert told.read_text().split() == [others["job_id"]]
+
+
+def test_submit_killed_while_its_sbatch_is_on_the_way(testbed, submit, site, tmp_path: Path):
+    """The next submit waits for that sbatch, and adopts its job."""
+    env = {**os.environ, **wrapped(tmp_path / "bin", "sbatch", 'sleep 5; exec "$REAL" "$@"')}
+    argv = [sys.executable, "-m", "kimi_eagle", "submit", RECIPE, "--site", str(site)]
+    front = subprocess.Popen([*argv, "--run", str(tmp_path / "run")], env=env)
+    while not list((tmp_path / "run/slurm/jobs").glob("*.json")):
+        time.sleep(0.05)
+    time.sleep(0.5)
+    front.kill()
+    front.wait()
+    found = submit()
+    assert len(found["adopted"]) == 1 and len(names(testbed)) == 5
+
+
+def test_lost_connection_takes_back_what_was_queued(testbed, submit, site, tmp_path: Path):
+    body = f'echo x >>{tmp_path}/calls; "$REAL" "$@"; sleep 2'
+    env = {**os.environ, **wrapped(tmp_path / "bin", "sbatch", body)}
+    argv = [sys.executable, "-m", "kimi_eagle", "submit", RECIPE, "--site", str(site)]
+    front = subprocess.Popen([*argv, "--run", str(tmp_path / "run")], env=env)
+    while not (tmp_path / "calls").exists() or len((tmp_path / "calls").read_text()) < 4:
+        time.sleep(0.05)
+    front.send_signal(signal.SIGHUP)
+    assert front.wait(30) == 130
+    submit()
+    assert len(names(testbed)) == 5
+
+
+def test_missing_workers_are_added(testbed, submit, tmp_path: Path):
+    """Two of three workers and the last job are cancelled; the same submit brings them back."""
+    first = submit()["submitted"]
+    testbed.run("scancel", f"{first[3]['job_id']}_0", f"{first[3]['job_id']}_1")
+    testbed.run("scancel", first[4]["job_id"])
+    again = submit()
+    assert [(e["stages"][0], e["role"], e["tasks"]) for e in again["submitted"]] == [
+        ("extract", "workers", 2),
+        ("train", "single", 1),
+    ]
+    assert again["submitted"][0]["after"] == [first[2]["job_id"]]
+    told = tmp_path / f"run/slurm/jobs/{first[2]['suffix']}.others"
+    assert told.read_text().split() == [first[3]["job_id"], again["submitted"][0]["job_id"]]
+    assert submit()["submitted"] == []
+
+
+def test_jobs_queued_before_wait_for_new_ones_ahead(testbed, submit):
+    """All of extract is cancelled and submitted again: train waits for the new jobs too."""
+    first = submit()["submitted"]
+    testbed.run("scancel", first[2]["job_id"], first[3]["job_id"])
+    again = submit()["submitted"]
+    assert [e["stages"][0] for e in again] == ["extract", "extract"]
+    waits = testbed.squeue(first[4]["job_id"], "%E")
+    assert all(e["job_id"] in waits for e in again), waits
+    more = submit("--more", 2, "--only", "regenerate")["submitted"]
+    assert more[0]["after"] == [first[0]["job_id"]]  # behind the canary, like the others
+    assert more[0]["job_id"] in testbed.squeue(first[4]["job_id"], "%E")
+    assert more[0]["job_id"] in testbed.squeue(again[0]["job_id"], "%E")
+
+
+def test_only_then_everything(testbed, submit):
+    """A job of one stage does not stand for its group."""
+    (one,) = submit("--only", "regenerate")["submitted"][:1]
+    rest = submit()["submitted"]
+    assert [(tuple(e["stages"]), e["role"]) for e in rest][:2] == [
+        (("regenerate", "prepare"), "canary"), (("regenerate", "prepare"), "workers"),
+    ]  # fmt: skip
+    assert {s for e in rest for s in e["stages"]} >= {"extract", "vocab", "train", "benchmark"}
+    assert one["stages"] == ["regenerate"]
+
+
+def test_only_without_what_it_reads_is_refused(submit):
+    done = submit("--only", "train", ok=False)
+    assert done.returncode == 2 and "train reads extract, vocab" in done.stderr
+    done = submit("--more", 2, "--only", "train", ok=False)
+    assert done.returncode == 2 and "more workers" in done.stderr
+
+
+def test_max_jobs_counts_what_is_queued(testbed, submit, site: Path):
+    site.write_text("max_jobs = 9\n" + SITE)
+    assert sum(e["tasks"] for e in submit()["submitted"]) == 9
+    done = submit("--more", 1, ok=False)
+    assert done.returncode == 2 and "max_jobs = 9" in done.stderr
+
+
+def test_submits_of_two_machines(testbed, submit, tmp_path: Path):
+    """A lock held on another login node is waited for, not broken."""
+    run = RunDir(tmp_path / "run")
+    run.slurm.make()
+    other = {"host": "login2", "boot": "x", "pid_namespace": "y", "pid": 1, "pid_started": "1"}
+    run.slurm.lock.write_text(json.dumps(other))
+    argv = [sys.executable, "-m", "kimi_eagle", "status", str(run.path)]
+    assert subprocess.run(argv, capture_output=True).returncode == 2  # no run yet, and no harm
+    words = ["submit", RECIPE, "--site", "testbed", "--run", str(run.path)]
+    waiting = subprocess.Popen([sys.executable, "-m", "kimi_eagle", *words])
+    time.sleep(8)
+    assert waiting.poll() is None and names(testbed) == []
+    assert json.loads(run.slurm.lock.read_text()) == other
+    waiting.terminate()
+    waiting.wait()
+    assert json.loads(run.slurm.lock.read_text()) == other
+
+
+def test_damaged_book(testbed, submit, eagle, tmp_path: Path):
+    """A cut entry stops submit, with its name; cancel still finds the job by its suffix."""
+    first = submit()["submitted"]
+    path = tmp_path / f"run/slurm/jobs/{first[0]['suffix']}.json"
+    path.write_text(path.read_text()[:40])
+    done = submit(ok=False)
+    assert done.returncode == 1 and str(path) in done.stderr and "squeue" in done.stderr
+    assert eagle("status", tmp_path / "run").returncode == 0
+    assert eagle("cancel", tmp_path / "run").returncode == 0
+    testbed.wait(lambda: names(testbed), [])
+
+
+def test_removed_book(testbed, submit, tmp_path: Path):
+    first = submit()["submitted"]
+    shutil.rmtree(tmp_path / "run/slurm")
+    done = submit(ok=False)
+    assert done.returncode == 1 and f"job {first[0]['job_id']}" in done.stderr
+    assert len(names(testbed)) == 5
+
+
+def test_copied_run_has_no_jobs(testbed, submit, eagle, site, tmp_path: Path):
+    submit()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert eagle("cancel", tmp_path / "copy").returncode == 0
+    assert len(names(testbed)) == 5
+    done = eagle("submit", RECIPE, "--site", site, "--run", tmp_path / "copy", "--json")
+    assert len(json.loads(done.stdout)["submitted"]) == 5
+
+
+def test_commands_that_follow_another_recipe(submit, eagle, site, tmp_path: Path):
+    """run, --emit and --here give the run a recipe, too: not while jobs work by another."""
+    submit()
+    other = tmp_path / "other.toml"
+    text = (Path(RECIPE)).read_text().replace("../../jobs", str(Path("jobs").resolve()))
+    other.write_text(text.replace("seed = 7", "seed = 8"))
+    words = ("submit", other, "--site", site, "--run", tmp_path / "run")
+    before = (tmp_path / "run/run.json").read_bytes()
+    here = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "127.0.1.1"}
+    for done in (
+        eagle(*words, "--emit", tmp_path / "out"),
+        eagle(*words, "--here", env=here),
+        eagle("run", other, "--run", tmp_path / "run"),
+    ):
+        assert done.returncode == 1 and "earlier recipe" in done.stderr, done.stderr
+    assert (tmp_path / "run/run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["--emit", "--only", "--run", "--site"])
+def test_an_unset_variable_is_refused(eagle, site, option: str, tmp_path: Path):
+    done = eagle("submit", RECIPE, "--site", site, "--run", tmp_path / "run", option, "")
+    assert done.returncode == 2
+
+
+def test_machine_readable_alone_on_stdout(eagle, site, tmp_path: Path):
+    words = ("submit", RECIPE, "--site", site, "--run", tmp_path / "run", "--json")
+    assert len(json.loads(eagle(*words, "--dry-run").stdout)) == 5
+    assert len(json.loads(eagle(*words, "--emit", tmp_path / "out").stdout)["files"]) == 7
 
 
 def test_sbatch_times_out_though_the_job_was_taken(testbed, submit, tmp_path: Path):
@@ -188,13 +351,13 @@ def test_thousand_units_are_two_calls(testbed, submit, tmp_path: Path):
 @pytest.mark.parametrize("name", ["a b", "ünï", "-dash", "a,b", "a:b", "a=b", "a;touch x", "a&b"])
 def test_odd_run_directories_reach_slurm_intact(testbed, eagle, site, tmp_path: Path, name: str):
     run = tmp_path / name
-    done = eagle("submit", RECIPE, "--site", site, "--run", run, "--only", "vocab", "--json")
+    done = eagle("submit", RECIPE, "--site", site, "--run", run, "--only", "regenerate", "--json")
     assert done.returncode == 0, done.stderr
-    (entry,) = json.loads(done.stdout)["submitted"]
+    entry, others = json.loads(done.stdout)["submitted"]
     shown = testbed.run("scontrol", "show", "job", entry["job_id"])
     assert f"StdOut={run}/slurm/log/{entry['job_id']}_0_log.out" in shown
     assert not (Path.cwd() / "x").exists()
-    testbed.run("scancel", entry["job_id"])
+    testbed.run("scancel", entry["job_id"], others["job_id"])
 
 
 @pytest.mark.parametrize("name", ["$(touch x)", "`touch x`", "a'b", 'a"b', "a\nb", "a%jb", "a\\b"])

@@ -13,7 +13,8 @@ from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm import jobview, queue
-from kimi_eagle.slurm.book import read_book
+from kimi_eagle.slurm.book import adopt, read_book
+from kimi_eagle.slurm.lock import one_at_a_time
 
 POLL_SECONDS = 0.5
 _AT_ONCE = 200
@@ -26,7 +27,14 @@ def cancel(run: RunDir, *, job_id: str | None = None, after_unit: bool = False) 
     after_unit: jobs that run are asked to leave after their unit (their stop files); jobs that
     still wait hold no unit and are cancelled. RunError where Slurm does not do it.
     """
+    with one_at_a_time(run):  # a submit under way would queue the rest behind our back
+        return _cancel(run, job_id, after_unit)
+
+
+def _cancel(run: RunDir, job_id: str | None, after_unit: bool) -> dict[str, Any]:
     book = read_book(run)
+    if not any(e.get("damaged") for e in book):  # a damaged entry still names its job's suffix
+        book = adopt(run)
     if book and (owner := run.slurm.jobs.stat().st_uid) != os.getuid():
         raise RunError("the jobs are another user's", where=run.path, fix=f"ask uid {owner}")
     queued = queue.queued(e["suffix"] for e in book) if book else []

@@ -13,7 +13,7 @@ from kimi_eagle.errors import UsageError
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
-from kimi_eagle.slurm.jobs import Job, plan_jobs
+from kimi_eagle.slurm.jobs import Job, whole_run
 from kimi_eagle.slurm.sbatch import BY_HAND, host_script, text, words_for
 
 SUBMIT_HEAD = """#!/bin/bash
@@ -24,22 +24,36 @@ run=$(realpath "${1:?usage: bash submit.sh RUN}")
 [ -f "$run/run.json" ] || { echo "submit.sh: no run in $run (no run.json)" >&2; exit 2; }
 cd "$(dirname "$0")"
 mkdir -p "$run"/slurm/{jobs,log}
-upstream=
-job() { # FILE DEPENDENCY: the id of the job
-    local after=${2:+--dependency=afterany$2}
-    sbatch --parsable $after --output="$run/slurm/log/%x-%j.log" "$1" "$run" | cut -d';' -f1
+digits=$(printf %s "$run" | sha256sum | cut -c1-4) # by which a run knows its jobs in squeue
+if squeue --noheader --me --format=%j | grep -Eq -- "-$digits[0-9a-f]{6}\$"; then
+    echo "submit.sh: jobs of $run are in the queue" >&2; exit 1
+fi
+upstream='' sent=()
+trap '[ $? = 0 ] || [ ${#sent[@]} = 0 ] || scancel "${sent[@]}"' EXIT # half a run helps nobody
+job() { # FILE NAME DEPENDENCY WHAT: sets id and suffix
+    suffix=$digits$(od -An -N3 -tx1 /dev/urandom | tr -d ' \n')
+    id=$(sbatch --parsable --job-name="$2-$suffix" ${3:+--dependency=afterany$3} \\
+        --output="$run/slurm/log/%x-%j.log" "$1" "$run")
+    id=${id%%;*}
+    sent+=("$id")
+    echo "$id $4"
 }
 """
 
 
-def dry_run(run: RunDir, recipe: Recipe, site: Site, *, only: str | None = None) -> str:
-    """Every job of the whole recipe as sbatch text, with a line of comment before each."""
-    shown = []
-    for job in _jobs(recipe, site, only):
-        words = words_for(run, None)
-        body = text(job, recipe, site, words, folder=run.slurm.log)
-        shown.append(f"# {job.file_name}: {_about(job)}\n{body}")
-    return "\n".join(shown)
+def dry_run(
+    run: RunDir, recipe: Recipe, site: Site, *, only: str | None = None
+) -> list[dict[str, str]]:
+    """Every job of the whole recipe: {"file", "what", "text"}, text for sbatch."""
+    words = words_for(run, None)
+    return [
+        {
+            "file": job.file_name,
+            "what": _about(job),
+            "text": text(job, recipe, site, words, folder=run.slurm.log),
+        }
+        for job in _jobs(recipe, site, only)
+    ]
 
 
 def emit(
@@ -78,20 +92,18 @@ def submit_script(jobs: list[Job]) -> str:
             after = "$before"
         elif canary:
             after = ":$canary"
-        lines.append(f'id=$(job {job.file_name} "{after}")')
+        lines.append(f'job {job.file_name} {job.name} "{after}" "{_about(job)}"')
         if job.role == "canary":
-            lines.append("canary=$id")
+            lines.append("canary=$id others=$run/slurm/jobs/$suffix.others")
             canary = True
         elif canary and not job.link:
-            lines.append('echo "$id" >>"$run/slurm/jobs/h$canary.others"')
+            lines.append('echo "$id" >>"$others"')
         lines.append("group=$group:$id")
-        lines.append(f'echo "$id {_about(job)}"')
     return SUBMIT_HEAD + "\n".join(lines) + "\n"
 
 
 def _jobs(recipe: Recipe, site: Site, only: str | None) -> list[Job]:
-    groups = [g for g, stages in enumerate(recipe.slurm.groups) if only is None or only in stages]
-    return [job for jobs in plan_jobs(recipe, site, groups, only=only) for job in jobs]
+    return [job for jobs in whole_run(recipe, site, only) for job in jobs]
 
 
 def _about(job: Job) -> str:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError, UsageError
-from kimi_eagle.recipe import Recipe
+from kimi_eagle.recipe import STAGES, Recipe
 from kimi_eagle.rundir import RunDir, follow
 from kimi_eagle.site import Site
-from kimi_eagle.slurm import queue, sbatch
+from kimi_eagle.slurm import guard, progress, queue, sbatch
 from kimi_eagle.slurm.jobs import SHARED_STAGES
+from kimi_eagle.slurm.lock import one_at_a_time
 from kimi_eagle.slurm.names import new_suffix
+from kimi_eagle.stages.context import recipe_digest
 
 
 def work_here(
@@ -38,11 +40,15 @@ def work_here(
             fix="leave --here out, or take one node",
         )
     sbatch.words_for(run, None)
+    nodes, suffix = _nodes(), new_suffix(run.path)
     run.slurm.make()
-    follow(run, recipe, recipe_path)
-    files.write_atomic(run.slurm.host, sbatch.host_script().read_bytes())
-    nodes = _nodes()
-    suffix = new_suffix()
+    with one_at_a_time(run):
+        guard.refuse_held(run, recipe, progress.done_stages(run, recipe))
+        guard.before_following(run, recipe)
+        follow(run, recipe, recipe_path)
+        files.write_atomic(run.slurm.host, sbatch.host_script().read_bytes())
+        for stage in STAGES:
+            run.stage(stage).stop.unlink(missing_ok=True)  # of `cancel --after-unit`
     for stages in recipe.slurm.groups:
         wanted = (only,) if only in stages else stages
         if only and only not in stages:
@@ -64,6 +70,8 @@ def work_here(
 def _nodes() -> list[str]:
     """Names of the allocation's nodes."""
     listed = os.environ.get("SLURM_JOB_NODELIST", "")
+    if not listed:
+        raise UsageError("no node is named", where="SLURM_JOB_NODELIST", fix="use salloc or sbatch")
     done = queue.call(["scontrol", "show", "hostnames", listed])
     if done.returncode:
         raise RunError(f"scontrol show hostnames: {queue.said(done)}", where=listed)
@@ -90,4 +98,5 @@ def _start(
         argv += ["--hours", f"{section.max_gpu_hours:g}"]
     argv += ["--", sys.executable, "-m", "kimi_eagle", "stage", "@STAGE@", "--run", str(run.path)]
     env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+    env["KIMI_EAGLE_RECIPE"] = recipe_digest(recipe)
     return subprocess.Popen(argv, env=env)

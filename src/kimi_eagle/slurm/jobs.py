@@ -2,7 +2,8 @@
 
 A group with regenerate or extract in it and more than one worker becomes a canary and arrays of
 the others; any other group is one job. What is here depends on recipe and site alone, so that
---dry-run, --emit, `site check` and the real submit speak of the same jobs.
+--dry-run, --emit, `site check` and the real submit speak of the same jobs; which of them are
+missing, missing.py finds out.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Job:
     final: bool = False
     """Whether the run is finished when this job is done."""
 
+    def resized(self, tasks: int) -> Job:
+        """The same with another number of tasks."""
+        return replace(self, tasks=tasks)
+
     @property
     def file_name(self) -> str:
         """`1-regenerate.canary.sbatch`: for --emit."""
@@ -53,58 +58,69 @@ class Job:
         return f"{self.group + 1}-{self.stages[0]}{role}{link}.sbatch"
 
 
-def plan_jobs(
+def whole_group(
     recipe: Recipe,
     site: Site,
-    groups: list[int],
+    group: int,
+    stages: tuple[str, ...],
     *,
-    only: str | None = None,
-    proven: frozenset[int] = frozenset(),
-) -> list[list[Job]]:
-    """The jobs of these groups, upstream first, each in the order in which they are submitted.
-
-    only: one stage instead of its whole group. proven: groups whose first unit is done, which need
-    no canary. Raises UsageError where a time limit is too short, and lowers the number of workers
-    to what the site's max_jobs leaves room for.
-    """
-    count = recipe.slurm.workers
-    while True:
-        planned = [_group(recipe, site, g, count, only, g in proven) for g in groups]
-        total = sum(job.tasks for jobs in planned for job in jobs)
-        if site.max_jobs is None or total <= site.max_jobs or count == 1:
-            break
-        count -= 1
-    if site.max_jobs is not None and total > site.max_jobs:
-        raise UsageError(
-            f"{total} jobs are needed at least",
-            where=f"site {site.name}: max_jobs = {site.max_jobs}",
-            fix="lower chain, or submit with --only STAGE",
-        )
-    return planned
-
-
-def more_workers(recipe: Recipe, site: Site, group: int, count: int) -> list[Job]:
-    """Jobs for `count` further workers of a group that is under way."""
-    stages = recipe.slurm.groups[group]
-    return _arrays(_job(recipe, site, group, "workers", stages), count, site)
-
-
-def _group(
-    recipe: Recipe, site: Site, group: int, workers: int, only: str | None, proven: bool
+    proven: bool = False,
+    workers: int | None = None,
 ) -> list[Job]:
-    stages = (only,) if only else recipe.slurm.groups[group]
-    if workers == 1 or not SHARED_STAGES & set(stages):
+    """Every job of a group that has none yet, in the order in which they are submitted.
+
+    stages: those of the group that are meant. proven: a first unit is done, no canary is needed.
+    workers: fewer than the recipe says. Raises UsageError where a time limit is too short.
+    """
+    count = wanted_workers(recipe, stages) if workers is None else workers
+    if count == 1:
         single = _job(recipe, site, group, "single", stages)
         return [_link(single, n) for n in range(site.chain + 1)]
     worker = _job(recipe, site, group, "workers", stages)
-    if proven:
-        jobs = _arrays(worker, workers, site)
-    else:
-        jobs = [_job(recipe, site, group, "canary", stages)]
-        jobs += _arrays(worker, workers - 1, site)
+    jobs = [] if proven else [_job(recipe, site, group, "canary", stages)]
+    jobs += _arrays(worker, count - len(jobs), site)
     for link in range(1, site.chain + 1):
-        jobs += _arrays(_link(worker, link), workers, site)
+        jobs += _arrays(_link(worker, link), count, site)
     return jobs
+
+
+def wanted_workers(recipe: Recipe, stages: tuple[str, ...]) -> int:
+    """How many workers these stages of a group are to have."""
+    return recipe.slurm.workers if SHARED_STAGES & set(stages) else 1
+
+
+def more_workers(
+    recipe: Recipe, site: Site, group: int, stages: tuple[str, ...], count: int
+) -> list[Job]:
+    """Jobs for `count` further workers of a group that has jobs already."""
+    return _arrays(_job(recipe, site, group, "workers", stages), count, site)
+
+
+def whole_run(recipe: Recipe, site: Site, only: str | None = None) -> list[list[Job]]:
+    """The jobs of every group, as a first submit sends them; only: those of one stage."""
+    named = [(g, (only,) if only else s) for g, s in enumerate(recipe.slurm.groups)]
+    named = [(g, stages) for g, stages in named if set(stages) <= set(recipe.slurm.groups[g])]
+    count = recipe.slurm.workers
+    while True:
+        planned = []
+        for group, stages in named:
+            few = min(count, wanted_workers(recipe, stages))
+            planned.append(whole_group(recipe, site, group, stages, workers=few))
+        total = sum(job.tasks for jobs in planned for job in jobs)
+        if site.max_jobs is None or total <= site.max_jobs:
+            return planned
+        if count == 1:
+            raise too_many(total, site)
+        count -= 1
+
+
+def too_many(total: int, site: Site) -> UsageError:
+    """More jobs than the site lets one user have in the queue."""
+    return UsageError(
+        f"{total} jobs in the queue would be needed",
+        where=f"site {site.name}: max_jobs = {site.max_jobs}",
+        fix="lower chain or slurm.workers, or submit with --only STAGE",
+    )
 
 
 def _link(job: Job, link: int) -> Job:
@@ -115,7 +131,7 @@ def _arrays(job: Job, count: int, site: Site) -> list[Job]:
     """As few arrays as MaxArraySize allows; an array of one is a plain job."""
     most = site.max_array or SLURM_MAX_ARRAY  # indices run from 0 to MaxArraySize - 1
     sizes = [min(most, count - start) for start in range(0, count, most)]
-    return [replace(job, tasks=size) for size in sizes]
+    return [job.resized(size) for size in sizes]
 
 
 def _job(recipe: Recipe, site: Site, group: int, role: str, stages: tuple[str, ...]) -> Job:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kimi_eagle.slurm.queue import Queued
@@ -77,10 +77,12 @@ def rows(
     queue: Sequence[Queued] | None,
     starts: Iterable[Start],
     working: Mapping[str, tuple[str, Mapping[str, Any]]],
+    last_words: Callable[[str], str] = lambda _job_id: "",
 ) -> list[dict[str, Any]]:
     """One row a job or array task, oldest submission first; keys in `status.Look.as_json`.
 
     queue: None where Slurm was not asked or did not answer. working: job id -> (stage, worker).
+    last_words: the last line that a job or array task wrote to its own output.
     """
     last: dict[tuple[str, int], Start] = {}
     for start in starts:
@@ -94,7 +96,10 @@ def rows(
         in_queue = {job.task for job in jobs}
         for job in sorted(jobs, key=lambda j: j.task):
             found.append(_live_row(entry, job, last.get((entry["suffix"], job.task)), working))
-        if entry.get("withdrawn"):
+        if entry.get("damaged") and not jobs:
+            words = f"its entry in the book cannot be read: {entry['damaged']}"
+            found.append(_row(entry, None, None) | {"state": "INTENT", "words": words})
+        elif entry.get("withdrawn"):
             words = " ".join(str(entry["withdrawn"]).split())
             found.append(_row(entry, None, None) | {"state": "WITHDRAWN", "words": words})
         elif entry.get("job_id") is None and queue is not None:
@@ -104,7 +109,11 @@ def rows(
         else:
             gone = [t for t in range(entry.get("tasks", 1)) if t not in in_queue]
             for task in gone:
-                found.append(_gone_row(entry, task, last.get((entry["suffix"], task)), queue))
+                start = last.get((entry["suffix"], task))
+                row = _gone_row(entry, task, start, queue)
+                if start is None and queue is not None and (said := last_words(row["id"] or "")):
+                    row["words"] = f"ended before it began to work: {said}"
+                found.append(row)
     return found
 
 

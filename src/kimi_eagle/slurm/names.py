@@ -1,13 +1,17 @@
 """Names of jobs: 8 characters for plain `squeue`, then a suffix that never changes.
 
 `ext-kimi-3f9a2c71d0` while waiting, `ext-37%-3f9a2c71d0` while running. The suffix is what a job is
-known by: one for each submission, unique, and part of the name whatever happens to its front.
+known by: one for each submission, unique, and part of the name whatever happens to its front. Its
+first four digits stand for the run directory, so that a run knows its jobs in the queue even where
+its book was removed, or where a person submitted them by hand.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
+from pathlib import Path
 
 from kimi_eagle.recipe import STAGES
 
@@ -15,9 +19,14 @@ SHORT = dict(zip(STAGES, ("reg", "pre", "ext", "voc", "trn", "bch"), strict=True
 SUFFIX = re.compile(r"^[0-9a-f]{10}$")
 
 
-def new_suffix() -> str:
-    """Ten hex digits: 1,000 jobs a day for a century collide once in some hundred years."""
-    return secrets.token_hex(5)
+def run_digits(run: Path) -> str:
+    """The four digits of a run directory: of the sha256 of its path (submit.sh makes the same)."""
+    return hashlib.sha256(str(run).encode("utf-8", "surrogateescape")).hexdigest()[:4]
+
+
+def new_suffix(run: Path) -> str:
+    """Ten hex digits: four of the run, six by chance."""
+    return run_digits(run) + secrets.token_hex(3)
 
 
 def waiting_name(stage: str, recipe_name: str) -> str:

@@ -1,46 +1,41 @@
 """What submit believes to be done, without tokenizer or torch.
 
-A worker's plan.json names the recipe it was made by. Stages whose planned units all have records
-are done when the plan is of this recipe; anything else counts as not done, and then a job looks
-closer: one with nothing to do is over in seconds.
+A worker's plan.json names the recipe it was made by. A stage whose planned units all have records
+is done when the plan is of this recipe and no more was lost than its gate lets pass. Anything else
+counts as not done, and then a job looks closer: one with nothing to do is over in seconds.
 """
 
 from __future__ import annotations
 
-from kimi_eagle import files
-from kimi_eagle.ledger import Ledger
+from kimi_eagle import accepted
 from kimi_eagle.recipe import STAGES, Recipe
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.stages import UPSTREAM
 from kimi_eagle.stages.context import recipe_digest
+from kimi_eagle.survey import StageView, view
 
 
 def done_stages(run: RunDir, recipe: Recipe) -> set[str]:
     """Stages with nothing left to do, and whose upstream stages have nothing left either."""
     done: set[str] = set()
     for stage in STAGES:
-        counted = _counted(run, recipe, stage)
-        if counted is not None and counted[0] == counted[1] and set(UPSTREAM[stage]) <= done:
+        if stage == "regenerate" and not recipe.regenerate.enabled:
             done.add(stage)
+        elif set(UPSTREAM[stage]) <= done and (seen := _of_recipe(run, recipe, stage)):
+            most = max(recipe.allow_rejected, accepted.share_of(run, stage))
+            if seen.complete and seen.lost <= most * max(1, seen.samples):
+                done.add(stage)
     return done
 
 
-def proven(run: RunDir, recipe: Recipe) -> frozenset[int]:
-    """Groups whose stage of many units has a first unit done, by this recipe."""
-    found = set()
-    for number, group in enumerate(recipe.slurm.groups):
-        counts = [_counted(run, recipe, s) for s in group if s in ("regenerate", "extract")]
-        if counts and all(c is not None and c[0] > 0 for c in counts):
-            found.add(number)
-    return frozenset(found)
+def proven(run: RunDir, recipe: Recipe, stages: tuple[str, ...]) -> bool:
+    """Whether each stage of many units among these has a first unit done, by this recipe."""
+    shared = [s for s in stages if s in ("regenerate", "extract")]
+    seen = [_of_recipe(run, recipe, s) for s in shared]
+    return bool(seen) and all(v is not None and v.done > 0 for v in seen)
 
 
-def _counted(run: RunDir, recipe: Recipe, stage: str) -> tuple[int, int] | None:
-    """(units with a record, units) by the plan of this recipe, None without such a plan."""
-    folder = run.stage(stage)
-    plan = files.read_json(folder.plan)
-    if not isinstance(plan, dict) or plan.get("recipe") != recipe_digest(recipe):
-        return None
-    tally = Ledger(folder).tally()
-    units = [f"{u['name']}.{u['key']}" for u in plan["units"]]
-    return sum(u in tally.inodes and u not in tally.failed for u in units), len(units)
+def _of_recipe(run: RunDir, recipe: Recipe, stage: str) -> StageView | None:
+    """The stage as its plan of this recipe shows it, None without such a plan."""
+    seen = view(run, stage, every=[])
+    return seen if seen.units and seen.planned_by == recipe_digest(recipe) else None

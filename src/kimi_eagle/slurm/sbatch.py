@@ -19,7 +19,7 @@ from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
-from kimi_eagle.slurm.jobs import Job, plan_jobs
+from kimi_eagle.slurm.jobs import Job, whole_run
 
 if TYPE_CHECKING:
     from submitit import SlurmExecutor
@@ -41,6 +41,8 @@ class Words:
     """None: host.sh makes one from the job's id."""
     lines: tuple[str, ...] = ()
     """Shell lines before everything else."""
+    recipe: str | None = None
+    """Digest of the recipe that the job was submitted for; its stages refuse another."""
 
 
 def host_script() -> Path:
@@ -52,9 +54,15 @@ def host_script() -> Path:
     raise RunError("slurm/host.sh is not part of this installation", where=here.parents[1])
 
 
-def words_for(run: RunDir, suffix: str | None) -> Words:
+def words_for(run: RunDir, suffix: str | None, recipe: str | None = None) -> Words:
     """The words of a job that `submit` hands to Slurm."""
     path = str(run.path)
+    if not path.isprintable():
+        raise UsageError(
+            "the run directory's path holds what is no printable text",
+            where=path.encode("utf-8", "backslashreplace").decode(),
+            fix="choose another with --run DIR",
+        )
     if bad := sorted(UNSAFE_IN_PATHS & set(path)):
         raise UsageError(
             f"the run directory's path holds {bad[0]!r}, which Slurm or a shell would change",
@@ -67,6 +75,7 @@ def words_for(run: RunDir, suffix: str | None) -> Words:
         host=shlex.quote(str(run.slurm.host)),
         command=f"{python} -m kimi_eagle stage @STAGE@ --run {shlex.quote(path)}",
         suffix=suffix,
+        recipe=recipe,
     )
 
 
@@ -91,7 +100,7 @@ def text(
 def all_texts(recipe: Recipe, site: Site, run: Path) -> list[tuple[str, str]]:
     """(file name, text) of every job that a submit of the whole recipe would send."""
     opened = RunDir(run)
-    jobs = plan_jobs(recipe, site, list(range(len(recipe.slurm.groups))))
+    jobs = whole_run(recipe, site)
     folder = opened.slurm.log
     return [
         (job.file_name, text(job, recipe, site, words_for(opened, None), folder=folder))
@@ -225,4 +234,6 @@ def _setup(site: Site, words: Words) -> list[str]:
     if site.scratch:
         lines.append(f"export TMPDIR={shlex.quote(site.scratch)}")
     lines.append("export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1")
+    if words.recipe:
+        lines.append(f"export KIMI_EAGLE_RECIPE={words.recipe}")
     return lines

@@ -7,6 +7,7 @@ look like one whose jobs are gone and whose work is left.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import pwd
@@ -21,6 +22,7 @@ from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm import jobview, queue, use
 from kimi_eagle.slurm.book import read_book
+from kimi_eagle.slurm.names import SHORT, run_digits
 from kimi_eagle.stages import UPSTREAM
 from kimi_eagle.survey import StageView, all_workers, rate_and_eta, view
 
@@ -99,9 +101,11 @@ def look(run: RunDir, watch: liveness.Watch | None = None) -> Look:
         seen.workers = [w | {"sure": judge(w) is True} for w in seen.workers]
         found.views.append(seen)
     at_work = {_job_of(w): (v.name, w) for v in found.views for w in v.workers}
-    others = [j for j in jobs or () if j.suffix not in named and j.id in at_work]
-    by_hand = {j.suffix: _entry_of(j, at_work[j.id][0]) for j in others}
-    found.jobs = jobview.rows([*book, *by_hand.values()], jobs, starts, at_work)
+    others = [j for j in jobs or () if j.suffix not in named]
+    by_hand = {j.suffix: _entry_of(j, at_work.get(j.id, (None,))[0]) for j in others}
+    entries = [*book, *by_hand.values()]
+    words = functools.partial(_last_words, run)
+    found.jobs = jobview.rows(entries, jobs, starts, at_work, words)
     found.use = use.by_stage(starts, book, workers)
     _explain(found, recipe, book)
     return found
@@ -120,9 +124,10 @@ def _job_of(worker: dict[str, Any]) -> str:
     return (worker.get("job") or "").partition(".")[0]
 
 
-def _entry_of(job: queue.Queued, stage: str) -> dict[str, Any]:
+def _entry_of(job: queue.Queued, stage: str | None) -> dict[str, Any]:
     """What the book would say of a job that was submitted by hand."""
-    known = {"suffix": job.suffix, "name": job.name, "job_id": job.array, "stages": [stage]}
+    stages = [stage] if stage else [s for s, short in SHORT.items() if job.name.startswith(short)]
+    known = {"suffix": job.suffix, "name": job.name, "job_id": job.array, "stages": stages}
     return known | {"role": "by hand", "tasks": 0}
 
 
@@ -130,7 +135,7 @@ def _ask_slurm(
     run: RunDir, suffixes: set[str], working: set[str], found: Look
 ) -> list[queue.Queued] | None:
     """This run's jobs in the queue; None, with the reason in `found.slurm`, where that fails."""
-    if not suffixes and not working:
+    if not suffixes and not working and not run.slurm.path.exists():
         return []
     owner = (run.slurm.jobs if suffixes else run.path).stat().st_uid
     if owner != os.getuid():
@@ -143,7 +148,21 @@ def _ask_slurm(
         found.slurm = f"{e.what}; shown is what the records say"
         return None
     found.slurm = "ok"
-    return [j for j in jobs if j.suffix in suffixes or j.id in working]
+    digits = run_digits(run.path)
+    return [
+        j
+        for j in jobs
+        if j.suffix in suffixes or j.id in working or (j.by_us and j.suffix.startswith(digits))
+    ]
+
+
+def _last_words(run: RunDir, job_id: str) -> str:
+    """The last line that a job wrote to its own output; empty where it wrote nothing."""
+    try:
+        lines = (run.slurm.log / f"{job_id}_0_log.out").read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((x.strip() for x in reversed(lines) if x.strip()), "")[:300]
 
 
 def _user(uid: int) -> str:
@@ -283,11 +302,10 @@ def _unfinished(
 
 def _whole(found: Look, states: dict[str, str], book: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """State and reason of the run."""
-    wanted = {s for e in book for s in e.get("stages") or ()} or set(STAGES)
     live = [j for j in found.jobs if j["live"]]
-    if all(states[s] in ("done", "skipped") for s in wanted):
+    if all(states[s] in ("done", "skipped") for s in STAGES):
         # The last stage's worker passed all gates, so its plan answers for those before it.
-        last = [v for v in found.views if v.name in wanted][-1]
+        last = found.views[-1]
         digest = last.planned_by and _recipe_digest(found.run)
         earlier = digest and digest != last.planned_by
         if not earlier:

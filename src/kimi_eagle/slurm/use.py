@@ -40,6 +40,10 @@ class Start:
     def until(self) -> float:
         return self.end or self.now
 
+    @property
+    def gpu_hours(self) -> float:
+        return max(0.0, self.until - self.start) * self.gpus / 3600
+
 
 def read_starts(run: RunDir) -> list[Start]:
     """Every start of every job, oldest first; files that are not whole are left out."""
@@ -94,7 +98,7 @@ def by_stage(
         before[slot] = start
         spans.setdefault(start.stage, []).append(start)
         row = found.setdefault(start.stage, {"gpu_hours": 0.0, "waiting_s": 0.0})
-        row["gpu_hours"] += max(0.0, start.until - start.start) * start.gpus / 3600
+        row["gpu_hours"] += start.gpu_hours
         row["waiting_s"] += waited
     for stage, row in found.items():
         row |= _span(spans[stage]) | _measured(workers.get(stage, ()))

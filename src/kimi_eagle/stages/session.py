@@ -14,6 +14,7 @@ from pathlib import Path
 
 import click
 
+from kimi_eagle import files
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Unit
 from kimi_eagle.stages import UPSTREAM, module
@@ -44,6 +45,7 @@ def run_stage(run_path: str | Path, stage: str) -> int:
         return nodes.follow(folder)
     try:
         _refuse_held(ctx, stage)
+        _refuse_other_recipe(ctx)
         if stage == ctx.recipe.slurm.groups[0][0] and "KIMI_EAGLE_JOB" in os.environ:
             ctx.preflight()
         with Worker(folder, recipe_digest=recipe_digest(ctx.recipe), on_look=_beacon(ctx)) as w:
@@ -80,10 +82,22 @@ def _refuse_held(ctx: Context, stage: str) -> None:
             )
 
 
+def _refuse_other_recipe(ctx: Context) -> None:
+    """A job works for the recipe that it was submitted for, or not at all."""
+    digest = os.environ.get("KIMI_EAGLE_RECIPE")
+    if digest and digest != recipe_digest(ctx.recipe):
+        raise GateShut(
+            "this job was submitted for an earlier recipe of the run",
+            where=ctx.run.path,
+            fix="submit the recipe again",
+        )
+
+
 def _who_is_at_it(ctx: Context, gate: Waiting) -> RunError:
     """The gate's second and third answer: not yet while a worker lives upstream, else failed."""
     upstream = ctx.run.stage(gate.stage)
-    if live_workers(upstream):
+    if at_work := [w for s in _ahead(gate.stage) for w in live_workers(ctx.run.stage(s))]:
+        _come_after({w["job"].partition(".")[0] for w in at_work if w.get("job")})
         return NotYet(gate.line())
     held = next((p.read_text() for p in (ctx.run.held, upstream.held) if p.is_file()), "")
     reason = f" (held: {' '.join(held.split())})" if held else ""
@@ -92,6 +106,21 @@ def _who_is_at_it(ctx: Context, gate: Waiting) -> RunError:
         where=f"gate after {gate.stage}",
         fix=f"see kimi-eagle status {ctx.run.path}, then submit (or run) the recipe again",
     )
+
+
+def _ahead(stage: str) -> list[str]:
+    """The stage and all that it stands on."""
+    found = [stage]
+    for name in found:
+        found += [u for u in UPSTREAM[name] if u not in found]
+    return found
+
+
+def _come_after(jobs: set[str]) -> None:
+    """Tell the supervisor behind which jobs to put this one."""
+    path = os.environ.get("KIMI_EAGLE_BEACON")
+    if path and jobs:
+        files.write_atomic(Path(f"{path}.after"), f"afterany:{':'.join(sorted(jobs))}\n")
 
 
 def _canary_first(ctx: Context, stage: str, worker: Worker) -> None:
