@@ -1,0 +1,213 @@
+"""A real Apptainer, a real image and a real second user.
+
+Root installs Apptainer with our own script; others need one that works and skip without it. The
+image holds this machine's Python and little else, and is built in about two seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kimi_eagle.containers import ExecSettings, environment, exec_argv, make_scratch, node_script
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLER = ROOT / "containers" / "install-apptainer.sh"
+
+DEFINITION = """\
+Bootstrap: scratch
+
+%setup
+    cd "$APPTAINER_ROOTFS"
+    mkdir -p bin dev etc home proc root run sys tmp usr/bin usr/lib var/tmp
+    python=$(readlink -f /usr/bin/python3)
+    lib=/usr/lib/$(basename "$python")
+    touch etc/passwd etc/group
+    cp "$python" usr/bin/python3
+    cp /bin/dash bin/sh
+    cp -r "$lib" usr/lib/
+    cp -L --parents $(ldd "$python" /bin/dash "$lib"/lib-dynload/*.so |
+        grep -o '/[^ )]*' | grep -v ':$' | sort -u) .
+
+%environment
+    export HF_HOME=/of/the/image PYTHONNOUSERSITE=0 OF_THE_IMAGE=1
+"""
+
+
+@dataclass(frozen=True)
+class Person:
+    """Who starts the job."""
+
+    name: str
+    home: Path
+    ids: dict[str, Any]
+    """Arguments for subprocess to become this person."""
+
+    def chown(self, path: Path) -> None:
+        if self.ids:
+            subprocess.run(["chown", "-R", self.name, str(path)], check=True)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Starts things in containers as a person."""
+
+    person: Person
+    folder: Path
+    """Where this person may write; the scratch folder lies in it."""
+    image: Path
+
+    def squashfuses(self) -> list[int]:
+        """Processes that serve the image to a user."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                serves = os.readlink(folder / "fd" / "3").removesuffix(" (deleted)")
+                if serves == str(self.image) and b"squashfuse" in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+        return found
+
+    def settings(self, **fields: Any) -> ExecSettings:
+        scratch = str(self.folder / "scratch")
+        return ExecSettings(**{"image": str(self.image), "scratch": scratch} | fields)
+
+    def start(
+        self,
+        settings: ExecSettings,
+        command: Sequence[str],
+        host_env: Mapping[str, str] | None = None,
+        *,
+        script: bool = False,
+        **options: Any,
+    ) -> subprocess.Popen[str]:
+        """script: through `node_script`, which does the environment in bash."""
+        host_env = {"PATH": os.environ["PATH"], **(host_env or {})}
+        if script:
+            file = self.folder / "start.sh"
+            file.write_text(node_script(settings))
+            argv, env = ["bash", str(file), *command], dict(host_env)
+        else:
+            make_scratch(settings)
+            self.person.chown(Path(settings.scratch))
+            argv, env = exec_argv(settings, command), environment(settings, host_env)
+        return subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=options.pop("cwd", "/"),
+            **self.person.ids,
+            **options,
+        )
+
+    def python(
+        self,
+        settings: ExecSettings,
+        code: str,
+        *args: str,
+        host_env: Mapping[str, str] | None = None,
+        script: bool = False,
+        **options: Any,
+    ) -> Any:
+        """What Python code inside assigns to `answer`, from JSON."""
+        code = f"import json, os, sys\n{code}\nprint(json.dumps(answer))"
+        command = ["/usr/bin/python3", "-c", code, *args]
+        process = self.start(settings, command, host_env, script=script, **options)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        return json.loads(out)
+
+
+@pytest.fixture(scope="session")
+def apptainer() -> str:
+    """The program, installed by our script where we may."""
+    arguments = [] if os.geteuid() == 0 else ["--check"]
+    done = subprocess.run(["bash", INSTALLER, *arguments], capture_output=True, text=True)
+    if done.returncode and os.geteuid():
+        pytest.skip(f"no usable Apptainer: {done.stdout.strip()}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return "apptainer"
+
+
+@pytest.fixture(scope="session")
+def ground() -> Iterator[Path]:
+    """A folder with a short name that other users can reach; pytest's own they cannot."""
+    folder = Path(tempfile.mkdtemp(prefix="ke-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def image(apptainer: str, ground: Path) -> Path:
+    definition, built = ground / "python.def", ground / "python.sif"
+    definition.write_text(DEFINITION)
+    fast = ["--mksquashfs-args", "-comp zstd -Xcompression-level 1"]
+    done = subprocess.run(
+        [apptainer, "build", *fast, str(built), str(definition)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+@pytest.fixture(scope="session")
+def sandbox(apptainer: str, image: Path, ground: Path) -> Path:
+    """The same image as a folder."""
+    folder = ground / "sandbox"
+    subprocess.run(
+        [apptainer, "-q", "build", "--sandbox", str(folder), str(image)],
+        check=True,
+        capture_output=True,
+    )
+    folder.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ordinary_user(ground: Path) -> Iterator[Person]:
+    """An account for this session only; whoever runs the tests where that is no root."""
+    if os.geteuid():
+        me = pwd.getpwuid(os.getuid())
+        yield Person(me.pw_name, Path(me.pw_dir), {})
+        return
+    name, home = f"ke{os.getpid()}", ground / "home of a user"
+    subprocess.run(["useradd", "-m", "-d", home, name], check=True, capture_output=True)
+    try:
+        yield Person(name, home, {"user": name, "group": name, "extra_groups": []})
+    finally:
+        subprocess.run(["userdel", name], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="session", params=["user", "root"])
+def person(request: pytest.FixtureRequest, ordinary_user: Person) -> Person:
+    if request.param == "user":
+        return ordinary_user
+    if os.geteuid():
+        pytest.skip("needs root")
+    return Person("root", Path("/root"), {})
+
+
+@pytest.fixture
+def room(person: Person, image: Path, ground: Path) -> Iterator[Room]:
+    folder = Path(tempfile.mkdtemp(dir=ground))
+    person.chown(folder)
+    made = Room(person, folder, image)
+    yield made
+    for pid in made.squashfuses():  # of killed ones
+        os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder)
