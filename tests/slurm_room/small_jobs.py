@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import shlex
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 from kimi_eagle import files
 from kimi_eagle.rundir import RunDir, open_run
+from kimi_eagle.slurm.names import new_suffix
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,10 +81,10 @@ def submit(
     host: the name that the worker takes its machine to have. written=False: only the intent. name:
     submitted by hand under this name, so that the book knows nothing.
     """  # fmt: skip
-    suffix = secrets.token_hex(5)
+    suffix = new_suffix(run.path)
     entry = {
-        "suffix": suffix, "name": f"ext-tiny-{suffix}", "group": 1, "role": "workers",
-        "stages": [stage], "tasks": tasks, "nodes": 1, "gpus": 8, "minutes": 10, "recipe": "x",
+        "suffix": suffix, "name": f"ext-tiny-{suffix}", "run": str(run.path),
+        "group": 1, "role": "workers", "stages": [stage], "tasks": tasks, "nodes": 1, "gpus": 8, "minutes": 10, "recipe": "x",
         "link": 0, "after": [], "created": time.time(), "job_id": None, "submitted": None,
         "site": "test",
     }  # fmt: skip

@@ -85,8 +85,13 @@ def test_a_short_job_is_seen_finished_within_five_seconds(bed: Any, tmp_path: Pa
     (run.path / "go").touch()
     wait(lambda: list(run.stage("extract").records.glob("*.json")))
     began = time.monotonic()
-    wait(lambda: look(run)["state"] == "finished")
+    wait(
+        lambda: (
+            (found := look(run))["extract"]["state"] == "done" and found["jobs"][0]["live"] is False
+        )
+    )
     assert time.monotonic() - began < 5
+    assert look(run)["state"] == "stopped"  # five stages are left, and nothing is queued for them
 
 
 def test_a_dead_worker_of_another_machine_is_dead_at_once(bed: Any, run: RunDir, look, eagle):
@@ -224,6 +229,13 @@ def test_a_changed_recipe_with_queued_jobs_is_not_finished(bed: Any, tmp_path: P
 
 def test_a_watch_ends_when_the_run_does(bed: Any, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", allow_rejected=0.5)
+    for name in set(STAGES) - {"extract"}:
+        units = [Unit("all", {})]
+        with Worker(run.stage(name)) as worker:
+            worker.ledger.write_plan(units)
+            for attempt in worker.attempts(units):
+                with attempt:
+                    attempt.commit([], counts={"samples": 1})
     submit(bed, run)
     watch = subprocess.Popen(
         [sys.executable, "-m", "kimi_eagle", "status", "--watch", "0.2", str(run.path)],

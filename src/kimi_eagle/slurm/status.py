@@ -145,6 +145,8 @@ def _ask_slurm(
     try:
         jobs = queue.queued()
     except KimiEagleError as e:
+        if not suffixes and not working:  # perhaps there never was a job
+            return []
         found.slurm = f"{e.what}; shown is what the records say"
         return None
     found.slurm = "ok"
