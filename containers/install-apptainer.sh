@@ -7,8 +7,10 @@
 # sid is read through a private view of apt, and apptainer gets a copy of sid's libc for itself.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive PATH=$PATH:/usr/sbin:/sbin
-unset "${!APPTAINER@}" "${!SINGULARITY@}" LD_PRELOAD # whoever types this may have set them
-private=/usr/lib/apptainer-libc                      # sid's libc and two libraries that want it
+# Whoever types this may have set them; root's TMPDIR may be closed to the user that tries it.
+unset "${!APPTAINER@}" "${!SINGULARITY@}" LD_PRELOAD
+[ "$(id -u)" != 0 ] || unset TMPDIR
+private=/usr/lib/apptainer-libc # sid's libc and two libraries that want it
 me=$(realpath "$0")
 
 say() { echo "install-apptainer: $*"; }
