@@ -84,9 +84,9 @@ def submit(
     suffix = new_suffix(run.path)
     entry = {
         "suffix": suffix, "name": f"ext-tiny-{suffix}", "run": str(run.path),
-        "group": 1, "role": "workers", "stages": [stage], "tasks": tasks, "nodes": 1, "gpus": 8, "minutes": 10, "recipe": "x",
-        "link": 0, "after": [], "created": time.time(), "job_id": None, "submitted": None,
-        "site": "test",
+        "group": 1, "role": "workers", "stages": [stage], "tasks": tasks, "nodes": 1, "gpus": 8,
+        "minutes": 10, "recipe": "x", "link": 0, "after": [], "created": time.time(),
+        "job_id": None, "submitted": None, "site": "test",
     }  # fmt: skip
     file = run.slurm.jobs / f"{suffix}.json"
     if not name:

@@ -1,0 +1,47 @@
+"""cancel, then submit at once: jobs that are leaving serve no more, others take their place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from campaign import Case, eagle, reference, wait  # noqa: E402
+
+
+@pytest.fixture
+def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
+    yield Case(testbed, reference(tmp_path_factory.getbasetemp()), tmp_path)
+    testbed.clear()
+
+
+def test_leaving_after_the_unit(case: Case) -> None:
+    """The one that leaves ends its unit; the new one starts beside it and does the other."""
+    case.open(2, 6)
+    (first,) = case.extract()
+    case.wait_claims(1)
+    eagle("cancel", case.run, "--after-unit")
+    (second,) = case.extract()
+    assert second["job_id"] != first["job_id"]
+    case.wait_claims(2)
+    case.release()
+    case.finish()
+    case.whole()
+    assert "why=stopped" in "".join(p.read_text() for p in case.run.glob("slurm/use/*"))
+
+
+def test_cancelled_and_submitted_at_once(case: Case) -> None:
+    case.open(2, 6)
+    (first,) = case.extract()
+    case.wait_claims(1)
+    eagle("cancel", case.run)
+    (second,) = case.extract()
+    assert second["job_id"] != first["job_id"]
+    wait(lambda: case.state(first["job_id"]) == "", 30)
+    case.release()
+    case.finish()
+    case.whole()
