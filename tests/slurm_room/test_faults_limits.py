@@ -72,14 +72,17 @@ def test_a_job_that_may_not_requeue_leaves_the_rest_to_its_follow_up(case: Case)
     site = {"preamble": [OWN_HOST, f"export PATH={tools}"], "requeue": False, "chain": 2}
     case.configure("workers = 2", site=site | {"time": "1", "squeue_updates": True})
     case.open(*range(UNITS))
-    entries = case.extract(hold=False)
+    entries = case.extract()
     assert [(e["role"], e["link"], e["tasks"]) for e in entries] == [
         ("canary", 0, 1), ("workers", 0, 1), ("workers", 1, 2), ("workers", 2, 2)
     ]  # fmt: skip
     canary, other, *_ = (e["job_id"] for e in entries)
+    wait(lambda: "first unit done" in case.logs(), 60, "the canary's first unit")
+    assert case.jobs()[other] == "PENDING Dependency"
+    case.wait_claims(1)  # its second unit, which it ends before it leaves
+    case.release()
     wait(lambda: case.state(other) == "RUNNING", 60, "the other worker")
-    assert case.state(canary) == ""
-    assert "first unit done" in case.logs() and 0 < len(records(case.run, "extract")) < UNITS
+    assert case.state(canary) == "" and len(records(case.run, "extract")) == 2
     case.finish()
     case.whole()
 
