@@ -28,7 +28,7 @@ job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$task} job=${job:-${SLURM_JOB_ID
 [ "${SLURM_STEP_ID:-batch}" = batch ] || job=$job.$task # submit --here: several workers in one job
 slot=$suffix.$task book=$run/slurm node=${SLURMD_NODENAME:-$(hostname)}
 export KIMI_EAGLE_STOP=$book/stop/$slot KIMI_EAGLE_BEACON=$book/beacon/$slot # what the stage is told
-export KIMI_EAGLE_JOB=$job KIMI_EAGLE_ROLE=$role KIMI_EAGLE_NODES=$nodes
+export KIMI_EAGLE_JOB=$job KIMI_EAGLE_ROLE=$role KIMI_EAGLE_NODES=$nodes KIMI_EAGLE_STAGES=$stages
 [ -n "${SLURM_CPUS_PER_TASK:-}" ] && export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun >= 22.05 forgets it
 
 say() { echo "$(date +%FT%T) $job: $*"; }
@@ -51,10 +51,10 @@ show() { # NAME COMMENT: what squeue says of this job, until Slurm has refused i
     [ "$rename" -gt 0 ] && { slurm update JobId="$job" JobName="$1-$suffix" Comment="$2" || rename=$((rename - 1)); }
 }
 drop_claims() { # [DEATH]: the dead hold nothing; a unit in which a worker died unasked counts a try
-    local claim holder
+    local claim holder key
     for claim in "$run/$stage/claims/"{*,.canary}; do
-        read -r holder 2>/dev/null <"$claim" && [[ $holder == "j$job-"* ]] || continue
-        [ -n "${1:-}" ] && [[ $claim != */.canary ]] && units=1 && echo "$job $1" >>"$run/$stage/attempts/${claim##*/}.died"
+        read -r holder key 2>/dev/null <"$claim" && [[ $holder == "j$job-"* ]] || continue
+        [ -n "${1:-}" ] && [[ $claim != */.canary ]] && units=1 && echo "$key $job $1" >>"$run/$stage/attempts/${claim##*/}.died"
         rm -f "$claim"
     done
 }
@@ -139,12 +139,12 @@ done
 [ "$why" = waiting ] && [ "$stage" != "${stages%%,*}" ] && say "others of this group go on" && exit 0
 case $why in
     done) [ "$final" = 0 ] || ! mkdir "$book/ended" 2>/dev/null || tell end "the run is finished"; exit 0 ;;
-    canary | stopped) exit 0 ;;
-    limit | waiting)
+    stopped) exit 0 ;;
+    canary | limit | waiting)
         show "$name" "$why"
         trap '' TERM USR2
         for ((; requeue > 0; requeue--)); do slurm requeue "$job" && behind; sleep 3; done # ends this script
-        say "left ($why); not requeued"; exit 75 ;;
+        say "left ($why); not requeued"; [ "$why" = canary ] || exit 75 ;;
     held | refused) tell failure "$stage: $why: $(cat "$run/held" "$run/$stage/held" 2>/dev/null || tail -n 1 "$log")"; exit 1 ;;
     *) exit 143 ;;
 esac

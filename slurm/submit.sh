@@ -6,15 +6,29 @@ run=$(realpath "${1:?usage: bash submit.sh RUN}")
 [ -f "$run/run.json" ] || { echo "submit.sh: no run in $run (no run.json)" >&2; exit 2; }
 cd "$(dirname "$0")"
 mkdir -p "$run"/slurm/{jobs,log}
-digits=$(printf %s "$run" | sha256sum | cut -c1-4) # by which a run knows its jobs in squeue
-if squeue --noheader --me --format=%j | grep -Eq -- "-$digits[0-9a-f]{6}\$"; then
-    echo "submit.sh: jobs of $run are in the queue" >&2; exit 1
+digits=$(printf %s "$run" | sha256sum | cut -c1-6) # by which a run knows its jobs in squeue
+lock=$run/slurm/submit.lock                        # that of kimi-eagle submit
+me=$(printf '{"host":"%s","boot":"%s","pid_namespace":"%s","pid":%s,"pid_started":"%s"}' \
+    "$(hostname)" "$(cat /proc/sys/kernel/random/boot_id)" "$(readlink /proc/self/ns/pid)" $$ \
+    "$(sed 's/.*) //' /proc/$$/stat | cut -d' ' -f20)")
+(set -o noclobber; echo "$me" >"$lock") 2>/dev/null ||
+    { echo "submit.sh: another command is at work ($lock)" >&2; exit 1; }
+sent=() suffix=''
+finish() { # half a run helps nobody: take back what was sent, heard of or not
+    [ "$1" = 0 ] || [ -z "$suffix" ] ||
+        sent+=($(squeue --noheader --me --format='%A %j' | sed -n "s/ .*-$suffix\$//p" || true))
+    [ "$1" = 0 ] || [ ${#sent[@]} = 0 ] || scancel "${sent[@]}"
+    rm -f "$lock"
+}
+trap 'finish $?' EXIT
+queued=$(squeue --noheader --me --format=%j)
+if grep -Eq -- "-$digits[0-9a-f]{4}$" <<<"$queued"; then
+    echo "submit.sh: jobs of $run are in the queue" >&2
+    exit 1
 fi
-upstream='' sent=()
-trap '[ $? = 0 ] || [ ${#sent[@]} = 0 ] || scancel "${sent[@]}"' EXIT # half a run helps nobody
+upstream=''
 job() { # FILE NAME DEPENDENCY WHAT: sets id and suffix
-    suffix=$digits$(od -An -N3 -tx1 /dev/urandom | tr -d ' 
-')
+    suffix=$digits$(od -An -N2 -tx1 /dev/urandom | tr -dc 0-9a-f)
     id=$(sbatch --parsable --job-name="$2-$suffix" ${3:+--dependency=afterany$3} \
         --output="$run/slurm/log/%x-%j.log" "$1" "$run")
     id=${id%%;*}

@@ -95,6 +95,8 @@ def submit(
     found = submit_run(
         run, loaded, Path(recipe), site, site_source=source, only=only, more=more or 0
     )
+    for warning in found["warnings"]:
+        click.echo(f"warning: {warning}", err=True)
     if as_json:
         print_json({"run": str(run.path), **found})
     else:

@@ -239,6 +239,8 @@ def cancel(run_path: str, after_unit: bool, job_id: str | None, as_json: bool) -
     for name, words in (("cancelled", "cancelled"), ("asked", "asked to leave after the unit")):
         for ident in found[name]:
             click.echo(f"job {ident} {words}")
+    if found["by_hand"]:
+        click.echo(f"left alone, submitted by hand: scancel {' '.join(found['by_hand'])}")
     if not any(found.values()):
         click.echo("nothing to cancel: no job of this run is in the queue")
 

@@ -217,12 +217,12 @@ class Ledger:
 
     def claim(self, unit: Unit, worker_id: str) -> bool:
         """Take a unit; False when somebody has it."""
-        return files.create_exclusive(self.dir.claims / unit.name, worker_id + "\n")
+        return files.create_exclusive(self.dir.claims / unit.name, f"{worker_id} {unit.key}\n")
 
     def claimed_by(self, unit_name: str) -> str | None:
         """The worker that holds the claim on a unit."""
         try:
-            return (self.dir.claims / unit_name).read_text().strip()
+            return (self.dir.claims / unit_name).read_text().partition(" ")[0].strip()
         except FileNotFoundError:
             return None
 
@@ -262,12 +262,13 @@ class Ledger:
         tries = self.attempts(unit.name)
         return [a["failed"] for a in tries if a.get("failed") and a.get("key") == unit.key]
 
-    def deaths(self, unit_name: str) -> list[str]:
-        """How often a supervisor saw a worker die, unasked, while it held this unit."""
+    def deaths(self, unit: Unit) -> list[str]:
+        """Each time a supervisor saw a worker die, unasked, while it held this unit."""
         try:
-            return (self.dir.attempts / f"{unit_name}.died").read_text().splitlines()
+            lines = (self.dir.attempts / f"{unit.name}.died").read_text().splitlines()
         except FileNotFoundError:
             return []
+        return [x.partition(" ")[2] for x in lines if x.partition(" ")[0] == unit.key]
 
     # -- plan ----------------------------------------------------------------------------------
 

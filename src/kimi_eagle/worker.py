@@ -199,7 +199,7 @@ class Worker:
 
         host.sh, which saw them die unasked, left a mark each time; preempted ones leave none.
         """
-        deaths = self.ledger.deaths(unit.name)
+        deaths = self.ledger.deaths(unit)
         if max_failures == 1 or len(deaths) < max_failures:
             return False
         attempt = Attempt(self, unit, max_failures)

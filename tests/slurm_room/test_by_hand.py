@@ -61,11 +61,24 @@ def test_submit_script_keeps_the_order(case: Case) -> None:
     }
     canary, others = ids["extract, vocab (canary)"], ids["extract, vocab (workers, 2 at once)"]
     assert behind[others] == {canary}
-    assert (case.run / f"slurm/jobs/h{canary}.others").read_text().split() == [others]
+    suffix = case.bed.run("squeue", "--noheader", "-j", canary, "-o", "%j").rpartition("-")[2]
+    assert (case.run / f"slurm/jobs/{suffix}.others").read_text().split() == [others]
     first = [j for text, j in ids.items() if text.startswith("regenerate")]
     assert len(first) == 3 and behind[canary] == set(first)
     assert len([j for text, j in ids.items() if text.startswith("train")]) == 1  # printed twice
     assert len(shown) == 8
+    # Known by their names: shown, not doubled, not taken for ours.
+    assert f"job {canary}" in eagle("status", case.run).stdout
+    again = subprocess.run(
+        ["bash", out / "submit.sh", case.run], env=case.bed.env, capture_output=True, text=True
+    )
+    assert again.returncode == 1 and "in the queue" in again.stderr
+    command = ("submit", case.recipe, "--site", case.site, "--run", case.run)
+    done = eagle(*command, check=False)
+    assert done.returncode == 1 and "by hand" in done.stderr
+    left = eagle("cancel", case.run).stdout
+    assert "scancel" in left and canary in left
+    assert len(case.bed.run("squeue", "--noheader", "-o", "%A").splitlines()) == 8
 
 
 def test_submit_script_wants_a_run(case: Case, root: Path) -> None:

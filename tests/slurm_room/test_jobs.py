@@ -143,4 +143,4 @@ def test_names_have_eight_characters(name: str):
     assert waiting_name("extract", name).isascii()
     suffix = new_suffix(Path("/runs") / name)
     assert SUFFIX.match(suffix) and suffix != new_suffix(Path("/runs") / name)
-    assert suffix[:4] == run_digits(Path("/runs") / name)
+    assert suffix[:6] == run_digits(Path("/runs") / name)

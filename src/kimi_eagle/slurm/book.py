@@ -59,7 +59,8 @@ def write(run: RunDir, entry: dict[str, Any]) -> None:
 def adopt(run: RunDir) -> list[dict[str, Any]]:
     """The book, with the ids of jobs that were taken although nobody heard the answer.
 
-    RunError for an entry that cannot be read: what it stood for may be in the queue.
+    RunError for an entry that cannot be read, or where Slurm does not answer: what it stood for
+    may be in the queue.
     """
     entries = read_book(run)
     for entry in entries:
@@ -73,23 +74,40 @@ def adopt(run: RunDir) -> list[dict[str, Any]]:
         if entry["job_id"] is None and not entry.get("withdrawn"):
             _wait_for_sbatch(run, entry)
             if job_id := look_for(entry["suffix"]):
-                entry |= {"job_id": job_id, "submitted": entry["created"]}
+                found(run, entry, job_id)
             else:
                 entry["withdrawn"] = "never reached the queue"
-            write(run, entry)
+                write(run, entry)
     return entries
 
 
-def look_for(suffix: str) -> str | None:
-    """The id of a job by its suffix, over or not; None when it does not show up in time."""
+def found(run: RunDir, entry: dict[str, Any], job_id: str) -> None:
+    """A job whose sbatch nobody heard of is in the queue after all."""
+    entry.pop("withdrawn", None)
+    entry |= {"job_id": job_id, "submitted": entry["created"]}
+    write(run, entry)
+
+
+def look_for(suffix: str, seconds: float = SETTLED_SECONDS) -> str | None:
+    """The id of a job by its suffix, over or not; None when it does not show up in time.
+
+    RunError where Slurm gives no answer: then nobody knows.
+    """
     began = time.monotonic()
     while True:
-        answered = False
-        with contextlib.suppress(RunError):
-            if found := queue.queued([suffix], ended=True):
-                return found[0].array
-            answered = True
-        if time.monotonic() - began > (SETTLED_SECONDS if answered else ANSWER_SECONDS):
+        try:
+            if jobs := queue.queued([suffix], ended=True):
+                return jobs[0].array
+            failed = None
+        except RunError as e:
+            failed = e
+        if time.monotonic() - began > (ANSWER_SECONDS if failed else seconds):
+            if failed:
+                raise RunError(
+                    f"a job may be in the queue that nobody heard of ({failed.what})",
+                    where=f"job name ...-{suffix}",
+                    fix="type the same again when Slurm answers: it will be found",
+                )
             return None
         time.sleep(0.5)
 

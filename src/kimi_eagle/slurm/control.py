@@ -15,6 +15,7 @@ from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm import jobview, queue
 from kimi_eagle.slurm.book import adopt, read_book
 from kimi_eagle.slurm.lock import one_at_a_time
+from kimi_eagle.slurm.names import run_digits
 
 POLL_SECONDS = 0.5
 _AT_ONCE = 200
@@ -22,11 +23,15 @@ _AT_ONCE = 200
 
 
 def cancel(run: RunDir, *, job_id: str | None = None, after_unit: bool = False) -> dict[str, Any]:
-    """End this run's jobs, or one of them; {"cancelled": ids, "asked": ids}.
+    """End this run's jobs, or one of them; {"cancelled": ids, "asked": ids, "by_hand": ids}.
+
+    by_hand: jobs that look like this run's but are not in its book; they are left alone.
 
     after_unit: jobs that run are asked to leave after their unit (their stop files); jobs that
     still wait hold no unit and are cancelled. RunError where Slurm does not do it.
     """
+    if not run.slurm.path.exists():  # no job was ever submitted
+        return {"cancelled": [], "asked": [], "by_hand": []}
     with one_at_a_time(run):  # a submit under way would queue the rest behind our back
         return _cancel(run, job_id, after_unit)
 
@@ -37,8 +42,11 @@ def _cancel(run: RunDir, job_id: str | None, after_unit: bool) -> dict[str, Any]
         book = adopt(run)
     if book and (owner := run.slurm.jobs.stat().st_uid) != os.getuid():
         raise RunError("the jobs are another user's", where=run.path, fix=f"ask uid {owner}")
-    queued = queue.queued(e["suffix"] for e in book) if book else []
-    jobs = [j for j in queued if jobview.is_live(j)]
+    known, digits = {e["suffix"] for e in book}, run_digits(run.path)
+    queued = [j for j in queue.queued() if jobview.is_live(j)]
+    jobs = [j for j in queued if j.suffix in known]
+    strange = [j for j in queued if j.suffix not in known and j.by_us]
+    by_hand = {j.array for j in strange if j.suffix.startswith(digits)}
     if job_id is not None:
         ours = {str(e.get("job_id")) for e in book if e.get("job_id")} | {j.array for j in jobs}
         if job_id.partition("_")[0] not in ours:
@@ -59,7 +67,8 @@ def _cancel(run: RunDir, job_id: str | None, after_unit: bool) -> dict[str, Any]
         stages = {e["suffix"]: e.get("stages") or () for e in book}
         for name in {s for job in asked for s in stages.get(job.suffix, ())}:
             files.write_atomic(run.stage(name).make().stop, "cancel --after-unit\n")
-    return {"cancelled": [j.id for j in doomed], "asked": [j.id for j in asked]}
+    found = {"cancelled": [j.id for j in doomed], "asked": [j.id for j in asked]}
+    return found | {"by_hand": sorted(by_hand)}
 
 
 def _shortest(job: queue.Queued, doomed: list[queue.Queued], jobs: list[queue.Queued]) -> str:

@@ -99,7 +99,7 @@ def rows(
         if entry.get("damaged") and not jobs:
             words = f"its entry in the book cannot be read: {entry['damaged']}"
             found.append(_row(entry, None, None) | {"state": "INTENT", "words": words})
-        elif entry.get("withdrawn"):
+        elif entry.get("withdrawn") and not jobs:
             words = " ".join(str(entry["withdrawn"]).split())
             found.append(_row(entry, None, None) | {"state": "WITHDRAWN", "words": words})
         elif entry.get("job_id") is None and queue is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kimi_eagle.errors import RunError
 from kimi_eagle.rundir import RunDir
-from kimi_eagle.slurm import jobview, queue
+from kimi_eagle.slurm import book, jobview, queue
 from kimi_eagle.slurm.names import run_digits
 
 SETTLE_SECONDS = 15
@@ -31,6 +31,10 @@ class Live:
     @property
     def job_id(self) -> str:
         return self.entry["job_id"]
+
+    @property
+    def stages(self) -> set[str]:
+        return set(self.entry["stages"])
 
     @property
     def serving(self) -> int:
@@ -57,7 +61,10 @@ def live_jobs(run: RunDir, entries: list[dict[str, Any]]) -> list[Live]:
                 where=run.path,
                 fix=f"wait for it, or scancel {job.array}, then submit",
             )
-        live = found.setdefault(job.suffix, Live(by_suffix[job.suffix]))
+        entry = by_suffix[job.suffix]
+        if entry["job_id"] is None:
+            book.found(run, entry, job.array)
+        live = found.setdefault(job.suffix, Live(entry))
         live.tasks.append(job)
         live.leaving += job.state == "COMPLETING" or asked_to_leave(run, job)
     return sorted(found.values(), key=lambda x: (x.entry["created"], x.entry["link"]))

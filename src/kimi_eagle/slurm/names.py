@@ -2,7 +2,7 @@
 
 `ext-kimi-3f9a2c71d0` while waiting, `ext-37%-3f9a2c71d0` while running. The suffix is what a job is
 known by: one for each submission, unique, and part of the name whatever happens to its front. Its
-first four digits stand for the run directory, so that a run knows its jobs in the queue even where
+first six digits stand for the run directory, so that a run knows its jobs in the queue even where
 its book was removed, or where a person submitted them by hand.
 """
 
@@ -20,13 +20,13 @@ SUFFIX = re.compile(r"^[0-9a-f]{10}$")
 
 
 def run_digits(run: Path) -> str:
-    """The four digits of a run directory: of the sha256 of its path (submit.sh makes the same)."""
-    return hashlib.sha256(str(run).encode("utf-8", "surrogateescape")).hexdigest()[:4]
+    """The six digits of a run directory: of the sha256 of its path (submit.sh makes the same)."""
+    return hashlib.sha256(str(run).encode("utf-8", "surrogateescape")).hexdigest()[:6]
 
 
 def new_suffix(run: Path) -> str:
-    """Ten hex digits: four of the run, six by chance."""
-    return run_digits(run) + secrets.token_hex(3)
+    """Ten hex digits: six of the run, four by chance."""
+    return run_digits(run) + secrets.token_hex(2)
 
 
 def waiting_name(stage: str, recipe_name: str) -> str:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,16 @@ from kimi_eagle.recipe import Recipe
 from kimi_eagle.rundir import RunDir, follow
 from kimi_eagle.site import Site
 from kimi_eagle.slurm import book, guard, progress, queue, sbatch
-from kimi_eagle.slurm.jobs import Job
+from kimi_eagle.slurm.jobs import SHARED_STAGES, Job
 from kimi_eagle.slurm.live import Live, live_jobs
 from kimi_eagle.slurm.lock import one_at_a_time
 from kimi_eagle.slurm.missing import missing_jobs
 from kimi_eagle.slurm.names import new_suffix
+from kimi_eagle.stages import upstream_of
 from kimi_eagle.stages.context import recipe_digest
+
+_NO_ANSWER = re.compile(r"timed? ?out|contact|communication|try again|unavailable", re.I)
+"""Words of an sbatch that does not know whether its job was taken."""
 
 
 def submit(
@@ -63,16 +68,21 @@ def submit(
             run.slurm.ended.rmdir()
         queued = _Queue(run, recipe, site, site_source or site.name, live)
         try:
-            for jobs in plan:
-                for stage in {s for job in jobs for s in job.stages}:
+            for job in plan:
+                for stage in job.stages:
                     run.stage(stage).stop.unlink(missing_ok=True)  # of `cancel --after-unit`
-                queued.add_group(jobs)
-            queued.put_behind()
+                queued.add(job)
+            queued.put_in_order()
         except BaseException:
             queued.take_back()
             raise
     adopted = [x.entry | {"leaving": x.leaving, "live": len(x.tasks)} for x in live]
-    return {"submitted": queued.fresh, "adopted": adopted, "done": sorted(done)}
+    return {
+        "submitted": queued.fresh,
+        "adopted": adopted,
+        "done": sorted(done),
+        "warnings": queued.warnings,
+    }
 
 
 class _Queue:
@@ -82,60 +92,69 @@ class _Queue:
         self._run, self._recipe, self._site, self._source = run, recipe, site, source
         self._live = live
         self.fresh: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
 
-    def _before(self, group: int) -> list[str]:
-        """Ids of everything in the queue that works for an earlier group."""
-        live = [x.entry for x in self._live] + self.fresh
-        return [e["job_id"] for e in live if e["group"] < group]
+    def _entries(self) -> list[dict[str, Any]]:
+        return [x.entry for x in self._live] + self.fresh
 
-    def _canary(self, group: int) -> dict[str, Any] | None:
-        """The canary of a group whose first unit is not done yet."""
-        live = [x.entry for x in self._live if x.serving] + self.fresh
-        found = [e for e in live if e["group"] == group and e["role"] == "canary"]
-        proven = found and progress.proven(self._run, self._recipe, tuple(found[-1]["stages"]))
-        return found[-1] if found and not proven else None
+    def _behind(self, stages: Iterable[str], role: str, link: int) -> list[str]:
+        """Ids of the jobs that a job has to wait for.
 
-    def add_group(self, jobs: list[Job]) -> None:
-        """Canary, others behind it, follow-up jobs behind those; all behind the groups before."""
-        links: dict[int, list[str]] = {}
-        for job in jobs:
-            after, canary = self._before(job.group), self._canary(job.group)
-            if job.link:
-                after = links[job.link - 1]
-            elif canary is not None:
-                after = [canary["job_id"]]
-            entry = self._sbatch(job, tuple(after))
-            self.fresh.append(entry)
-            links.setdefault(job.link, []).append(entry["job_id"])
-            if canary is not None and not job.link:
-                self._tell_canary(canary)
+        A follow-up job waits for those before it; a worker for the canary, which waits for all
+        else itself; any other for everything in the queue that its stages stand on.
+        """
+        stages = set(stages)
+        peers = [e for e in self._entries() if stages & set(e["stages"])]
+        if link and (lower := [e for e in peers if e["link"] < link]):
+            nearest = max(e["link"] for e in lower)
+            return [e["job_id"] for e in lower if e["link"] == nearest]
+        if role == "workers" and (canary := self._canary(stages)):
+            return [canary["job_id"]]
+        ahead = {u for s in stages for u in upstream_of(s)} - stages
+        return [e["job_id"] for e in self._entries() if ahead & set(e["stages"])]
 
-    def _tell_canary(self, canary: dict[str, Any]) -> None:
-        """Whom it may let start after its first unit: everybody who waits for it alone."""
-        live = [x.entry for x in self._live] + self.fresh
-        waiting = [e["job_id"] for e in live if e["after"] == [canary["job_id"]] and not e["link"]]
-        path = self._run.slurm.jobs / f"{canary['suffix']}.others"
-        files.write_atomic(path, "".join(f"{i}\n" for i in waiting))
+    def _canary(self, stages: set[str]) -> dict[str, Any] | None:
+        """The newest canary of these stages, as long as their first unit is not done."""
+        if progress.proven(self._run, self._recipe, tuple(stages)):
+            return None
+        serving = [x.entry for x in self._live if x.serving] + self.fresh
+        main = SHARED_STAGES & stages
+        found = [e for e in serving if e["role"] == "canary" and main <= set(e["stages"])]
+        return found[-1] if found else None
 
-    def put_behind(self) -> None:
-        """Jobs queued earlier wait also for what was put ahead of them now.
+    def add(self, job: Job) -> None:
+        """Submit one job behind those that it has to wait for."""
+        after = self._behind(job.stages, job.role, job.link)
+        self.fresh.append(self._sbatch(job, tuple(after)))
+
+    def put_in_order(self) -> None:
+        """Jobs queued earlier wait also for what was put ahead of them now, or by a submit that
+        did not get this far; each canary learns whom it may let start.
 
         A job that Slurm starts in this very moment is not lost: its gate says not yet.
         """
-        fresh = {e["job_id"] for e in self.fresh}
         for x in self._live:
-            group, role = x.entry["group"], x.entry["role"]
-            canary = self._canary(group) if role == "workers" else None
-            ids = [canary["job_id"]] if canary else self._before(group)
-            if x.pending and not x.entry["link"] and (set(ids) - set(x.entry["after"])) & fresh:
-                self._wait_for(x, ids)
+            entry = x.entry
+            ids = self._behind(entry["stages"], entry["role"], entry["link"])
+            if x.pending and not set(ids) <= set(entry["after"]):
+                self._wait_for(entry, ids)
+        for canary in [e for e in self._entries() if e["role"] == "canary"]:
+            waiting = [e for e in self._entries() if e["after"] == [canary["job_id"]]]
+            ids = [e["job_id"] for e in waiting if not e["link"]]
+            path = self._run.slurm.jobs / f"{canary['suffix']}.others"
+            files.write_atomic(path, "".join(f"{i}\n" for i in ids))
 
-    def _wait_for(self, x: Live, ids: list[str]) -> None:
+    def _wait_for(self, entry: dict[str, Any], ids: list[str]) -> None:
         words = f"Dependency=afterany:{':'.join(ids)}"
-        done = queue.call(["scontrol", "update", f"JobId={x.job_id}", words])
-        if not done.returncode:
-            x.entry["after"] = ids
-            book.write(self._run, x.entry)
+        done = queue.call(["scontrol", "update", f"JobId={entry['job_id']}", words])
+        if done.returncode:
+            self.warnings.append(
+                f"job {entry['job_id']} could not be put behind {', '.join(ids)}:"
+                f" {queue.said(done)}; the same submit again tries it again"
+            )
+            return
+        entry["after"] = ids
+        book.write(self._run, entry)
 
     def take_back(self) -> None:
         """Cancel what this call had queued: half a run in the queue helps nobody."""
@@ -150,6 +169,8 @@ class _Queue:
     def _sbatch(self, job: Job, after: tuple[str, ...]) -> dict[str, Any]:
         """One sbatch call, with an intent in the book before and the answer after it."""
         suffix = new_suffix(self._run.path)
+        while (self._run.slurm.jobs / f"{suffix}.json").exists():
+            suffix = new_suffix(self._run.path)
         entry: dict[str, Any] = {
             "suffix": suffix,
             "name": f"{job.name}-{suffix}",
@@ -178,7 +199,8 @@ class _Queue:
             with _clean_environ():
                 job_id = made._submit_command(sbatch.command(*context)).job_id
         except Exception as e:
-            found = book.look_for(suffix)
+            slow = _NO_ANSWER.search(str(e))
+            found = book.look_for(suffix, book.ANSWER_SECONDS if slow else book.SETTLED_SECONDS)
             if found is None:
                 book.write(self._run, entry | {"withdrawn": str(e)[:500]})
                 raise _refusal(e, self._site) from None

@@ -25,6 +25,14 @@ UPSTREAM: dict[str, tuple[str, ...]] = {
 """Which stages' records the gate of each stage reads."""
 
 
+def upstream_of(name: str) -> list[str]:
+    """Every stage that a stage stands on, nearest first."""
+    found = list(UPSTREAM[name])
+    for stage in found:
+        found += [u for u in UPSTREAM[stage] if u not in found]
+    return found
+
+
 def module(name: str) -> ModuleType:
     """The module of a stage, imported only when it is needed."""
     if name not in STAGES:

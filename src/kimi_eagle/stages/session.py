@@ -17,7 +17,7 @@ import click
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Unit
-from kimi_eagle.stages import UPSTREAM, module
+from kimi_eagle.stages import UPSTREAM, module, upstream_of
 from kimi_eagle.stages.context import Context, GateShut, Waiting, open_context, recipe_digest
 from kimi_eagle.survey import live_workers
 from kimi_eagle.training import nodes
@@ -96,8 +96,12 @@ def _refuse_other_recipe(ctx: Context) -> None:
 def _who_is_at_it(ctx: Context, gate: Waiting) -> RunError:
     """The gate's second and third answer: not yet while a worker lives upstream, else failed."""
     upstream = ctx.run.stage(gate.stage)
-    if at_work := [w for s in _ahead(gate.stage) for w in live_workers(ctx.run.stage(s))]:
+    ahead = (gate.stage, *upstream_of(gate.stage))
+    if at_work := [w for s in ahead for w in live_workers(ctx.run.stage(s))]:
         _come_after({w["job"].partition(".")[0] for w in at_work if w.get("job")})
+        return NotYet(gate.line())
+    if gate.stage in os.environ.get("KIMI_EAGLE_STAGES", "").split(","):
+        # This job did that stage until nothing was left for it: another worker has the rest.
         return NotYet(gate.line())
     held = next((p.read_text() for p in (ctx.run.held, upstream.held) if p.is_file()), "")
     reason = f" (held: {' '.join(held.split())})" if held else ""
@@ -106,14 +110,6 @@ def _who_is_at_it(ctx: Context, gate: Waiting) -> RunError:
         where=f"gate after {gate.stage}",
         fix=f"see kimi-eagle status {ctx.run.path}, then submit (or run) the recipe again",
     )
-
-
-def _ahead(stage: str) -> list[str]:
-    """The stage and all that it stands on."""
-    found = [stage]
-    for name in found:
-        found += [u for u in UPSTREAM[name] if u not in found]
-    return found
 
 
 def _come_after(jobs: set[str]) -> None:
