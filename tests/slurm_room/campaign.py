@@ -156,7 +156,7 @@ class Case:
         found = {}
         for path in (self.run / stage / "claims").glob("[!.]*"):
             with contextlib.suppress(OSError):
-                holder = path.read_text().strip()
+                holder = path.read_text().partition(" ")[0].strip()
                 found[path.name] = files.read_json(self.run / f"{stage}/workers/{holder}.json")
         return {unit: worker for unit, worker in found.items() if worker}
 
