@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import Case, eagle, reference, wait  # noqa: E402
+from campaign import Case, eagle, records, reference, wait  # noqa: E402
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any
 
 
 def test_leaving_after_the_unit(case: Case) -> None:
-    """The one that leaves ends its unit; the new one starts beside it and does the other."""
-    case.open(2, 6)
+    """The one that leaves ends its unit; the new one starts beside it and does the others."""
+    case.open(2, 6, 9)
     (first,) = case.extract()
     case.wait_claims(1)
     eagle("cancel", case.run, "--after-unit")
@@ -31,7 +31,8 @@ def test_leaving_after_the_unit(case: Case) -> None:
     case.release()
     case.finish()
     case.whole()
-    assert "why=stopped" in "".join(p.read_text() for p in case.run.glob("slurm/use/*"))
+    by = [r["worker"].split("-")[0] for r in records(case.run, "extract")]
+    assert [by.count(f"j{e['job_id']}") for e in (first, second)] == [1, 2]
 
 
 def test_cancelled_and_submitted_at_once(case: Case) -> None:
