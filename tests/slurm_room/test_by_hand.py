@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import Case, digests, eagle, reference  # noqa: E402
+from campaign import Case, case_of, digests, eagle  # noqa: E402
 
 
 @pytest.fixture
 def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
-    yield Case(testbed, reference(tmp_path_factory.getbasetemp()), tmp_path)
-    testbed.clear()
+    yield from case_of(testbed, tmp_path_factory, tmp_path)
 
 
 def test_one_file_by_sbatch(case: Case) -> None:
