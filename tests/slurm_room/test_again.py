@@ -34,6 +34,7 @@ def test_leaving_after_the_unit(case: Case) -> None:
     assert [by.count(f"j{e['job_id']}") for e in (first, second)] == [1, 2]
 
 
+@pytest.mark.campaign
 def test_cancelled_and_submitted_at_once(case: Case) -> None:
     case.open(2, 6)
     (first,) = case.extract()
