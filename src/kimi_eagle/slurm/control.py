@@ -15,7 +15,7 @@ from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm import jobview, queue
 from kimi_eagle.slurm.book import adopt, read_book
 from kimi_eagle.slurm.lock import one_at_a_time
-from kimi_eagle.slurm.names import run_digits
+from kimi_eagle.slurm.names import is_of_run
 
 POLL_SECONDS = 0.5
 _AT_ONCE = 200
@@ -42,11 +42,11 @@ def _cancel(run: RunDir, job_id: str | None, after_unit: bool) -> dict[str, Any]
         book = adopt(run)
     if book and (owner := run.slurm.jobs.stat().st_uid) != os.getuid():
         raise RunError("the jobs are another user's", where=run.path, fix=f"ask uid {owner}")
-    known, digits = {e["suffix"] for e in book}, run_digits(run.path)
+    known = {e["suffix"] for e in book}
     queued = [j for j in queue.queued() if jobview.is_live(j)]
     jobs = [j for j in queued if j.suffix in known]
-    strange = [j for j in queued if j.suffix not in known and j.by_us]
-    by_hand = {j.array for j in strange if j.suffix.startswith(digits)}
+    strange = [j for j in queued if j.suffix not in known]
+    by_hand = {j.array for j in strange if is_of_run(j.name, run.path)}
     if job_id is not None:
         ours = {str(e.get("job_id")) for e in book if e.get("job_id")} | {j.array for j in jobs}
         if job_id.partition("_")[0] not in ours:

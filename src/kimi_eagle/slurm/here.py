@@ -55,9 +55,7 @@ def work_here(
             continue
         shared = bool(SHARED_STAGES & set(wanted))
         workers = nodes if shared else nodes[:1]
-        started = [
-            _start(run, recipe, node, n, suffix, wanted, "single") for n, node in enumerate(workers)
-        ]
+        started = [_start(run, recipe, node, n, suffix, wanted) for n, node in enumerate(workers)]
         codes = [p.wait() for p in started]
         if any(codes):
             raise RunError(
@@ -85,14 +83,13 @@ def _start(
     number: int,
     suffix: str,
     stages: tuple[str, ...],
-    role: str,
 ) -> subprocess.Popen[bytes]:
     """host.sh on one node, as a step of this allocation."""
     section = recipe.slurm
     argv = ["srun", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--overlap"]
     argv += ["--input=none", "--export=ALL"]
     argv += ["bash", str(run.slurm.host), "--run", str(run.path), "--suffix", suffix]
-    argv += ["--task", str(number), "--role", role, "--stages", ",".join(stages)]
+    argv += ["--task", str(number), "--role", "single", "--stages", ",".join(stages)]
     argv += ["--gpus", str(section.gpus), "--attempts", str(section.max_attempts)]
     if section.max_gpu_hours is not None:
         argv += ["--hours", f"{section.max_gpu_hours:g}"]

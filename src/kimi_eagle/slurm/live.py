@@ -14,7 +14,7 @@ from typing import Any
 from kimi_eagle.errors import RunError
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm import book, jobview, queue
-from kimi_eagle.slurm.names import run_digits
+from kimi_eagle.slurm.names import is_of_run
 
 SETTLE_SECONDS = 15
 """A job that ends or is requeued is COMPLETING for a moment; wait that long to see which."""
@@ -79,13 +79,11 @@ def asked_to_leave(run: RunDir, job: queue.Queued) -> bool:
 
 
 def _settled(run: RunDir, suffixes: Iterable[str]) -> list[queue.Queued]:
-    known, digits = set(suffixes), run_digits(run.path)
+    known = set(suffixes)
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         mine = [
-            job
-            for job in queue.queued()
-            if job.suffix in known or (job.by_us and job.suffix.startswith(digits))
+            job for job in queue.queued() if job.suffix in known or is_of_run(job.name, run.path)
         ]
         jobs = [job for job in mine if jobview.is_live(job)]
         ending = any(job.state == "COMPLETING" for job in jobs)

@@ -17,11 +17,17 @@ from kimi_eagle.recipe import STAGES
 
 SHORT = dict(zip(STAGES, ("reg", "pre", "ext", "voc", "trn", "bch"), strict=True))
 SUFFIX = re.compile(r"^[0-9a-f]{10}$")
+_NAME = re.compile(r"^[a-z]{3}-.{1,4}-[0-9a-f]{10}$")
 
 
 def run_digits(run: Path) -> str:
     """The six digits of a run directory: of the sha256 of its path (submit.sh makes the same)."""
     return hashlib.sha256(str(run).encode("utf-8", "surrogateescape")).hexdigest()[:6]
+
+
+def is_of_run(job_name: str, run: Path) -> bool:
+    """Is this the name of a job of the run, in its book or not?"""
+    return bool(_NAME.match(job_name)) and job_name[-10:].startswith(run_digits(run))
 
 
 def new_suffix(run: Path) -> str:

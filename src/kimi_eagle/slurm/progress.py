@@ -10,6 +10,7 @@ from __future__ import annotations
 from kimi_eagle import accepted
 from kimi_eagle.recipe import STAGES, Recipe
 from kimi_eagle.rundir import RunDir
+from kimi_eagle.slurm.jobs import SHARED_STAGES
 from kimi_eagle.stages import UPSTREAM
 from kimi_eagle.stages.context import recipe_digest
 from kimi_eagle.survey import StageView, view
@@ -30,7 +31,7 @@ def done_stages(run: RunDir, recipe: Recipe) -> set[str]:
 
 def proven(run: RunDir, recipe: Recipe, stages: tuple[str, ...]) -> bool:
     """Whether each stage of many units among these has a first unit done, by this recipe."""
-    shared = [s for s in stages if s in ("regenerate", "extract")]
+    shared = [s for s in stages if s in SHARED_STAGES]
     seen = [_of_recipe(run, recipe, s) for s in shared]
     return bool(seen) and all(v is not None and v.done > 0 for v in seen)
 

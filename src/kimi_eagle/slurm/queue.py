@@ -20,7 +20,6 @@ from kimi_eagle.errors import RunError
 SCRUBBED = ("SBATCH_", "SQUEUE_", "SALLOC_", "SRUN_", "SINFO_", "SCONTROL_", "SLURM_")
 KEPT = frozenset({"SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER"})
 CALL_SECONDS = 60.0
-_OUR_NAME = re.compile(r"^[a-z]{3}-.{1,4}-[0-9a-f]{10}$")
 _SEARCH = ("resolve_ctls_from_dns_srv", "fetch_config", "_establish_config_source")
 """What commands say on their way to `Could not establish a configuration source`."""
 _FIELDS = ("%i", "%F", "%K", "%T", "%r", "%N", "%S", "%M", "%j", "%k")
@@ -48,11 +47,6 @@ class Queued:
     def suffix(self) -> str:
         """The part of the name that never changes."""
         return self.name.rpartition("-")[2]
-
-    @property
-    def by_us(self) -> bool:
-        """Does the name look like one of ours?"""
-        return bool(_OUR_NAME.match(self.name))
 
 
 def clean_environment() -> dict[str, str]:

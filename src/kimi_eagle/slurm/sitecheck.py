@@ -23,12 +23,11 @@ from kimi_eagle.errors import KimiEagleError, RunError
 from kimi_eagle.recipe import Recipe, parse
 from kimi_eagle.site import CpuSection, Site, minutes
 from kimi_eagle.slurm import queue, siteinit
+from kimi_eagle.slurm.jobs import SLURM_MAX_ARRAY
 
 State = Literal["ok", "problem", "unknown"]
 LEAST_GIB, LEAST_FILES = 10, 10_000
 """Free space and inodes below which even a small run fails."""
-SLURM_MAX_ARRAY = 1001
-"""What is assumed where the site file has no max_array (jobs.py)."""
 
 _OPTIONS = {
     "partition": ("partition",),

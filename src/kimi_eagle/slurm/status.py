@@ -22,7 +22,7 @@ from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm import jobview, queue, use
 from kimi_eagle.slurm.book import read_book
-from kimi_eagle.slurm.names import SHORT, run_digits
+from kimi_eagle.slurm.names import SHORT, is_of_run
 from kimi_eagle.stages import UPSTREAM
 from kimi_eagle.survey import StageView, all_workers, rate_and_eta, view
 
@@ -150,11 +150,8 @@ def _ask_slurm(
         found.slurm = f"{e.what}; shown is what the records say"
         return None
     found.slurm = "ok"
-    digits = run_digits(run.path)
     return [
-        j
-        for j in jobs
-        if j.suffix in suffixes or j.id in working or (j.by_us and j.suffix.startswith(digits))
+        j for j in jobs if j.suffix in suffixes or j.id in working or is_of_run(j.name, run.path)
     ]
 
 
