@@ -279,6 +279,15 @@ class NotifySection(Section):
     on: tuple[Literal["end", "failure", "hold"], ...] = ("end", "failure", "hold")
 
 
+class ContainerSection(Section):
+    """What jobs get when they run in an image; which image is the site file's matter. In no key."""
+
+    secrets: tuple[str, ...] = ()
+    """Names of variables of your shell that jobs need (`HF_TOKEN`); values are stored nowhere."""
+    shm_gib: float = Field(default=0.0, ge=0)
+    """Free space that a job wants in /dev/shm, GiB (NCCL and vLLM share tensors there)."""
+
+
 class Recipe(Section):
     """A whole recipe file; `load` reads one."""
 
@@ -300,6 +309,7 @@ class Recipe(Section):
     benchmark: BenchmarkSection
     slurm: SlurmSection = SlurmSection()
     notify: NotifySection = NotifySection()
+    container: ContainerSection = ContainerSection()
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
@@ -340,16 +350,18 @@ def load(path: str | Path) -> Recipe:
     return parse(data, where=path, base=path.resolve().parent)
 
 
+def input_paths(recipe: Recipe) -> dict[str, str]:
+    """Every file and folder that the recipe reads, by the key that names it."""
+    paths = {"verifier.path": recipe.verifier.path, "benchmark.prompts": recipe.benchmark.prompts}
+    paths |= {f"sources.{s.name}.path": s.path for s in recipe.sources}
+    if recipe.template.chat_template:
+        paths["template.chat_template"] = recipe.template.chat_template
+    return paths
+
+
 def check_inputs(recipe: Recipe) -> None:
     """UsageError for the first path of the recipe that does not exist; reads no content."""
-    paths = [
-        ("verifier.path", recipe.verifier.path),
-        ("benchmark.prompts", recipe.benchmark.prompts),
-    ]
-    paths += [(f"sources.{s.name}.path", s.path) for s in recipe.sources]
-    if recipe.template.chat_template:
-        paths.append(("template.chat_template", recipe.template.chat_template))
-    for key, path in paths:
+    for key, path in input_paths(recipe).items():
         if not Path(path).exists():
             raise UsageError(f"{key} names nothing: {path}", where=recipe.name)
 

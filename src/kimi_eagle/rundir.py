@@ -17,7 +17,10 @@
       held                the same for the whole run
       draft/              the exported draft model
       bench/results.json  what the benchmark found
-      accepted.jsonl      losses that a person accepted, with reasons
+      run.lock.json       what the run was made from: image, inputs, keys, versions, site
+      image.json          the image that jobs have to run in; no file: the host's own Python
+      start.sh            starts a command in that image, on any node
+      accepted.jsonl      losses and images that a person accepted, with reasons
       rejects.jsonl       input rows that were left out, with reasons
       report.html
       slurm/              only where jobs were submitted
@@ -176,6 +179,18 @@ class RunDir:
     @property
     def bench(self) -> Path:
         return self.path / "bench"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock.json"
+
+    @property
+    def image(self) -> Path:
+        return self.path / "image.json"
+
+    @property
+    def start(self) -> Path:
+        return self.path / "start.sh"
 
     @property
     def accepted(self) -> Path:

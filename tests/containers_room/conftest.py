@@ -20,7 +20,13 @@ from typing import Any
 
 import pytest
 
-from kimi_eagle.containers import ExecSettings, environment, exec_argv, make_scratch, node_script
+from kimi_eagle.containers.exec import (
+    ExecSettings,
+    environment,
+    exec_argv,
+    make_scratch,
+    node_script,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "containers" / "install-apptainer.sh"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kimi_eagle.containers import ALLOWED, FIXED, NEVER, SCRATCH, environment
+from kimi_eagle.containers.exec import ALLOWED, FIXED, NEVER, SCRATCH, environment
 from kimi_eagle.errors import RunError
 
 HOSTILE = {

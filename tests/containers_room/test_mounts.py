@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kimi_eagle.containers import SCRATCH, Mount
+from kimi_eagle.containers.exec import SCRATCH, Mount
 
 HOSTILE = [
     *("plain", "a b", " lead", "trail ", "a,b", "a:b", "a=b", "a;b", "a'b", 'a"b', '"all"', 'a""b'),

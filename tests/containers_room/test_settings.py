@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kimi_eagle.containers import (
+from kimi_eagle.containers.exec import (
     FIXED,
     NEVER,
     SCRATCH,

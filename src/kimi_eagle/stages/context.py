@@ -164,9 +164,10 @@ def open_context(path: str | Path) -> Context:
 def recipe_digest(recipe: Recipe) -> str:
     """Stands for what a recipe makes: tells a worker of an earlier recipe from one of this.
 
-    How many jobs do it and who is told may change in the middle of a run.
+    How many jobs do it, in what, and who is told may change in the middle of a run.
     """
-    return files.digest(recipe.model_dump(mode="json", exclude={"slurm", "notify"}))
+    made_elsewhere = {"slurm", "notify", "container"}
+    return files.digest(recipe.model_dump(mode="json", exclude=made_elsewhere))
 
 
 def cut(sizes: list[int], limit: int) -> list[slice]:

@@ -212,7 +212,7 @@ def _aside(settings: ExecSettings) -> dict[str, str]:
 _NODE_SCRIPT = """\
 #!/usr/bin/env bash
 # Starts a command in the image: bash FILE COMMAND...
-# Written by kimi-eagle; what it lets in and why is in its containers.py.
+# Written by kimi-eagle; what it lets in and why is in its containers/exec.py.
 set -u
 for ke_name in {secrets}; do
     [ -n "${{!ke_name+set}}" ] && continue
