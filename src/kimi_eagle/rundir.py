@@ -19,7 +19,8 @@
       bench/results.json  what the benchmark found
       run.lock.json       what the run was made from: image, inputs, keys, versions, site
       image.json          the image that jobs have to run in; no file: the host's own Python
-      start.sh            starts a command in that image, on any node
+      start.sh            starts kimi-eagle in that image, on any node
+      image.proven        image files whose digest was computed, as nodes see them
       accepted.jsonl      losses and images that a person accepted, with reasons
       rejects.jsonl       input rows that were left out, with reasons
       report.html
@@ -187,6 +188,10 @@ class RunDir:
     @property
     def image(self) -> Path:
         return self.path / "image.json"
+
+    @property
+    def proven(self) -> Path:
+        return self.path / "image.proven"
 
     @property
     def start(self) -> Path:

@@ -86,6 +86,7 @@ Interfaces = _text(
     r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,31}(,[A-Za-z0-9][A-Za-z0-9_.:@-]{0,31}){0,15}",
     'names as `ip link` shows them, with commas between: "ib0"',
 )
+Variable = _text(r"[A-Za-z_][A-Za-z0-9_]{0,99}\*?", "NAME or PREFIX*")
 GpuType = _text(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}", 'a type as sinfo shows it: "h200"')
 
 
@@ -252,8 +253,13 @@ class Site(Section):
     """Folder on the node's own disk for what need not outlive a job; unset: TMPDIR."""
     network_interface: Interfaces | None = None
     """Interface for traffic between nodes (NCCL, gloo), such as `ib0`; unset: they choose."""
+    image: Path_ | None = None
+    """SIF file that jobs run in, pinned by `kimi-eagle image lock`; unset: the Python that submits,
+    which then has to be on every node."""
     apptainer: Annotated[str, AfterValidator(_program)] | None = None
-    """Path or name of apptainer or singularity; unset: whichever is in PATH."""
+    """Path or name of apptainer (not singularity); unset: the one in PATH."""
+    env: tuple[Variable, ...] = ()
+    """Further variables of your shell that jobs see in the image: `NAME` or `PREFIX*`."""
     max_array: int | None = Field(default=None, ge=1, le=4_000_000)
     """Slurm's MaxArraySize: arrays stay below it, larger ones are split. Unset: 1001, as Slurm."""
     max_jobs: int | None = Field(default=None, ge=1, le=4_000_000)

@@ -22,9 +22,6 @@ import pytest
 
 from kimi_eagle.containers.exec import (
     ExecSettings,
-    environment,
-    exec_argv,
-    make_scratch,
     node_script,
 )
 
@@ -71,7 +68,7 @@ class Room:
 
     person: Person
     folder: Path
-    """Where this person may write; the scratch folder lies in it."""
+    """Where this person may write; scratch folders lie in it."""
     image: Path
 
     def squashfuses(self) -> list[int]:
@@ -87,30 +84,21 @@ class Room:
         return found
 
     def settings(self, **fields: Any) -> ExecSettings:
-        scratch = str(self.folder / "scratch")
-        return ExecSettings(**{"image": str(self.image), "scratch": scratch} | fields)
+        return ExecSettings(**{"image": str(self.image)} | fields)
 
     def start(
         self,
         settings: ExecSettings,
         command: Sequence[str],
         host_env: Mapping[str, str] | None = None,
-        *,
-        script: bool = False,
         **options: Any,
     ) -> subprocess.Popen[str]:
-        """script: through `node_script`, which does the environment in bash."""
-        host_env = {"PATH": os.environ["PATH"], **(host_env or {})}
-        if script:
-            file = self.folder / "start.sh"
-            file.write_text(node_script(settings))
-            argv, env = ["bash", str(file), *command], dict(host_env)
-        else:
-            make_scratch(settings)
-            self.person.chown(Path(settings.scratch))
-            argv, env = exec_argv(settings, command), environment(settings, host_env)
+        """Through the script, with scratch folders in `folder` unless host_env says another."""
+        file = self.folder / "start.sh"
+        file.write_text(node_script(settings))
+        env = {"PATH": os.environ["PATH"], "TMPDIR": str(self.folder), **(host_env or {})}
         return subprocess.Popen(
-            argv,
+            ["bash", str(file), *command],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -127,13 +115,12 @@ class Room:
         code: str,
         *args: str,
         host_env: Mapping[str, str] | None = None,
-        script: bool = False,
         **options: Any,
     ) -> Any:
         """What Python code inside assigns to `answer`, from JSON."""
         code = f"import json, os, sys\n{code}\nprint(json.dumps(answer))"
         command = ["/usr/bin/python3", "-c", code, *args]
-        process = self.start(settings, command, host_env, script=script, **options)
+        process = self.start(settings, command, host_env, **options)
         out, err = process.communicate(timeout=60)
         assert process.returncode == 0, err
         return json.loads(out)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import shutil
 import signal
 import statistics
 import time
@@ -27,11 +29,10 @@ for _ in range(600):
 PID_THEN_WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 
 
-@pytest.mark.parametrize("script", [False, True], ids=["argv", "script"])
-def test_signals_to_apptainer_reach_the_payload(room: Any, script: bool) -> None:
+def test_signals_to_apptainer_reach_the_payload(room: Any) -> None:
     names = ["SIGUSR2", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT", "SIGUSR2"]
     command = ["/usr/bin/python3", "-c", HEARS, *names]
-    process = room.start(room.settings(), command, {}, script=script)
+    process = room.start(room.settings(), command, {})
     assert process.stdout.readline() == "up\n"
     for name in names:
         process.send_signal(getattr(signal, name))
@@ -54,11 +55,7 @@ def test_exit_codes_pass(room: Any) -> None:
 
 def test_arguments_pass_intact(room: Any) -> None:
     words = ["", " ", "a b", "'", '"', "$HOME", "$(id)", "`id`", "a\nb", "\\", "*", "--nv", "é🎉"]
-    for script in (False, True):
-        answer = room.python(
-            room.settings(), "answer = sys.argv[1:]", *words, host_env={}, script=script
-        )
-        assert answer == words
+    assert room.python(room.settings(), "answer = sys.argv[1:]", *words) == words
 
 
 @pytest.mark.parametrize("victim", ["apptainer", "payload"])
@@ -99,3 +96,51 @@ def test_start_time(room: Any, capsys: pytest.CaptureFixture[str]) -> None:
             f" best {min(seconds):.2f} s, median {statistics.median(seconds):.2f} s of 7"
         )
     assert min(seconds) < 0.5
+
+
+def test_scratch_of_killed_starts_is_removed(room: Any) -> None:
+    """A folder of a process that lives stays; a TMPDIR that is no folder is not used."""
+    waits = ["/usr/bin/python3", "-c", PID_THEN_WAITS]
+    killed, alive = (room.start(room.settings(), waits) for _ in range(2))
+    for process in (killed, alive):
+        process.stdout.readline()
+    owners = {int(p.name.rpartition("-")[2]) for p in room.folder.glob("ke-*")}
+    assert owners == {killed.pid, alive.pid}
+    killed.kill()
+    killed.wait()
+    room.python(room.settings(), "answer = 1")
+    left = {int(p.name.rpartition("-")[2]) for p in room.folder.glob("ke-*")}
+    assert killed.pid not in left and alive.pid in left
+    alive.kill()
+    code = "answer = os.environ['TMPDIR']"
+    assert room.python(room.settings(), code, host_env={"TMPDIR": "/no/such"}) == "/eagle/tmp"
+
+
+def test_only_the_pinned_image_is_started(room: Any) -> None:
+    """A proven file is not read again; any other one is, and refused unless its digest fits."""
+    image, proven = room.folder / "copy.sif", room.folder / "proven"
+    shutil.copy(room.image, image)
+    room.person.chown(room.folder)
+    digest = hashlib.sha256(image.read_bytes()).hexdigest()
+    settings = room.settings(image=str(image), sha256=digest, proven=str(proven))
+    code = "answer = os.environ['KIMI_EAGLE_IMAGE']"
+    assert room.python(settings, code) == f"sha256:{digest}"
+    (line,) = proven.read_text().splitlines()
+    assert line.split()[:2] == [digest, str(image.stat().st_size)]
+    room.python(settings, code)
+    assert proven.read_text().splitlines() == [line]
+
+    before = image.stat()
+    with image.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    os.utime(image, ns=(before.st_atime_ns, before.st_mtime_ns))  # as who hides it would
+    process = room.start(settings, ["/bin/sh", "-c", "true"])
+    out, err = process.communicate()
+    assert process.returncode == 2 and f"is not the run's image: sha256 {digest[:4]}" not in err
+    assert "is not the run's image" in err and out == ""
+    image.unlink()
+    process = room.start(settings, ["/bin/sh", "-c", "true"])
+    assert process.wait() == 2 and "no such image on " in process.stderr.read()

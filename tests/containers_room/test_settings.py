@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +14,15 @@ from kimi_eagle.containers.exec import (
     SCRATCH,
     ExecSettings,
     Mount,
-    check_usable,
+    check_program,
     exec_argv,
-    make_scratch,
     node_script,
 )
-from kimi_eagle.errors import KimiEagleError, RunError, UsageError
+from kimi_eagle.errors import RunError, UsageError
 
 
 def settings(**fields: Any) -> ExecSettings:
-    return ExecSettings(**{"image": "/images/x.sif", "scratch": "/local/x"} | fields)
+    return ExecSettings(**{"image": "/images/x.sif"} | fields)
 
 
 def test_golden_argv() -> None:
@@ -33,7 +31,7 @@ def test_golden_argv() -> None:
         workdir="/runs/a",
         mounts=(Mount("/data/a,b", "/data/a,b"), Mount('/runs/"x"', "/runs/a", read_only=False)),
     )
-    assert exec_argv(made, ["kimi-eagle", "stage", "extract"]) == [
+    assert exec_argv(made, "/local/x", ["kimi-eagle", "stage", "extract"]) == [
         *("apptainer", "-q", "exec", "--cleanenv", "--no-eval", "--no-home"),
         *("--no-mount", "home,cwd,hostfs", "--home", "/eagle/home", "--nv"),
         *("--mount", '"type=bind","source=/local/x","destination=/eagle"'),
@@ -49,7 +47,7 @@ def test_golden_argv() -> None:
         ({"image": "x.sif"}, "image 'x.sif'; expected an absolute path"),
         ({"image": "docker://vllm/vllm-openai"}, "expected an absolute path"),
         ({"image": "/a/../x.sif"}, "an absolute path without .."),
-        ({"scratch": "local"}, "scratch 'local'"),
+        ({"sha256": "0" * 64}, "list of proven images ''"),
         ({"workdir": ""}, "working directory ''"),
         ({"workdir": "/a\0b"}, "UTF-8 without carriage returns"),
         ({"apptainer": ""}, "not a program"),
@@ -105,41 +103,9 @@ def test_script_names_secrets_and_holds_none() -> None:
     assert all(name in text for name in NEVER)
 
 
-def refused(made: ExecSettings) -> KimiEagleError:
-    with pytest.raises(KimiEagleError) as error:
-        check_usable(made)
-    assert "\n" not in error.value.line()
-    return error.value
-
-
-def test_usable(room: Any, sandbox: Path) -> None:
-    check_usable(room.settings(mounts=(Mount(str(room.folder), "/data"),), shm_bytes=1))
-    check_usable(room.settings(image=str(sandbox)))
-
-
-def test_refused_on_the_machine(room: Any) -> None:
-    folder = room.folder
-    (folder / "text.sif").write_text("not an image" * 10)
-    (folder / "empty.sif").touch()
-    (folder / "root" / "bin").mkdir(parents=True)
-    for name, message in {
-        "none.sif": "no such image",
-        "text.sif": "not an image",
-        "empty.sif": "not an image",
-        "root": "not a sandbox: it has no .singularity.d",
-        "text.sif/x": "image cannot be read: Not a directory",
-    }.items():
-        assert message in refused(room.settings(image=f"{folder}/{name}")).line()
-    mount = Mount(f"{folder}/gone\n", "/data")
-    assert "mount source does not exist" in refused(room.settings(mounts=(mount,))).line()
-
-    error = refused(room.settings(shm_bytes=2**60))
-    assert isinstance(error, RunError) and "/dev/shm" in error.line() and "wanted" in error.line()
-    assert "install-apptainer.sh" in refused(room.settings(apptainer="no-such-program")).line()
-    assert "not Apptainer: 'Python" in refused(room.settings(apptainer=sys.executable)).line()
-
-
-def test_scratch_that_cannot_be_made(room: Any) -> None:
-    (room.folder / "file").touch()
-    with pytest.raises(RunError, match="scratch cannot be used: Not a directory"):
-        make_scratch(room.settings(scratch=f"{room.folder}/file/scratch"))
+def test_the_program_has_to_be_apptainer(apptainer: str) -> None:
+    check_program(apptainer)
+    with pytest.raises(RunError, match="no program 'no-such'; fix: .*install-apptainer.sh"):
+        check_program("no-such")
+    with pytest.raises(RunError, match="not Apptainer: 'Python"):
+        check_program(sys.executable)

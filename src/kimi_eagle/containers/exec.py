@@ -1,9 +1,8 @@
 """The command line and the environment of a job inside an Apptainer image.
 
-From typed settings to an argument list, never through a shell line: paths with blanks, commas or
-quotes arrive as they are, or are refused with one line. Reads nothing but what `check_usable` looks
-at, writes nothing but the folders of `make_scratch`. Which image, and whether it is the right one,
-is decided elsewhere.
+From typed settings to a shell script that a node without our Python runs: `node_script`. Every word
+of it is an argument of its own, so that paths with blanks, commas or quotes arrive as they are, or
+are refused with one line. Which image, and whether it is the right one, is decided elsewhere.
 
 The choices, each seen with Apptainer 1.4.5 (tests/containers_room holds the tables):
 
@@ -18,6 +17,9 @@ The choices, each seen with Apptainer 1.4.5 (tests/containers_room holds the tab
   it is not `--containall`.
 - All that programs cache or write aside goes to one folder of the node, seen inside as `SCRATCH`:
   a short path whatever it is called outside, because a socket's path has 107 characters at most.
+- The script becomes the apptainer process (exec): its process id, signals and exit code are the
+  job's. That is why nobody is left to remove the folder: slurm/host.sh does, and each start removes
+  what killed ones of the same user left on its node.
 """
 
 from __future__ import annotations
@@ -29,10 +31,9 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from kimi_eagle.errors import RunError, UsageError
 
@@ -126,8 +127,11 @@ class ExecSettings:
 
     image: str
     """SIF file or sandbox folder, absolute."""
-    scratch: str
-    """Folder on the node's own disk, this user's alone; seen inside as `SCRATCH`."""
+    sha256: str = ""
+    """Digest that the image must have; empty: it is not looked at (a sandbox has none)."""
+    proven: str = ""
+    """File of lines `SHA256 SIZE MTIME CTIME INODE` of images whose digest was computed; absolute,
+    and writable where jobs run."""
     apptainer: str = "apptainer"
     """Name or path of the program."""
     gpus: bool = False
@@ -145,7 +149,8 @@ class ExecSettings:
 
     def __post_init__(self) -> None:
         _path(self.image, "image")
-        _path(self.scratch, "scratch")
+        if self.sha256:
+            _path(self.proven, "list of proven images")
         _path(self.workdir, "working directory")
         if not self.apptainer or self.apptainer.startswith("-"):
             raise UsageError(f"not a program: {self.apptainer!r}", expected="apptainer or its path")
@@ -164,61 +169,46 @@ class ExecSettings:
                 )
 
 
-def exec_argv(settings: ExecSettings, command: Iterable[str]) -> list[str]:
-    """The whole command line; holds no secret, so it may be shown and stored."""
+def exec_argv(settings: ExecSettings, scratch: str, command: Iterable[str]) -> list[str]:
+    """The whole command line; holds no secret, so it may be shown and stored.
+
+    scratch: folder on the node's own disk, this user's alone; seen inside as `SCRATCH`.
+    """
     argv = [settings.apptainer, "-q", "exec", "--cleanenv", "--no-eval", "--no-home"]
     # `--no-home` still lets the folder in when the working directory is below it.
     argv += ["--no-mount", "home,cwd,hostfs", "--home", f"{SCRATCH}/home"]
     if settings.gpus:
         argv.append("--nv")
-    argv += ["--mount", _mount_text(settings.scratch, SCRATCH, read_only=False)]
+    argv += ["--mount", _mount_text(scratch, SCRATCH, read_only=False)]
     # The outer folder first: mounted later it would hide the inner one.
     for mount in sorted(settings.mounts, key=lambda m: os.path.normpath(m.target).count("/")):
         argv += ["--mount", _mount_text(mount.source, mount.target, mount.read_only)]
     return [*argv, "--pwd", settings.workdir, settings.image, *command]
 
 
-def environment(settings: ExecSettings, host_env: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the apptainer process, which decides the one inside.
-
-    host_env: where the job runs, with the secrets. RunError where a named secret is not in it.
-    """
-    if missing := [name for name in settings.secrets if name not in host_env]:
-        raise RunError(
-            f"secret not set: {', '.join(missing)}", fix=f"export {missing[0]} before you submit"
-        )
-    wanted = (*ALLOWED, *settings.allow, *settings.secrets)
-    inside = {
-        name: value
-        for name, value in host_env.items()
-        # One odd name, such as a.b, and Apptainer lets no variable in at all, without a word.
-        if _NAME.fullmatch(name) and _matches(name, wanted) and not _matches(name, NEVER)
-    } | FIXED
-    for name, value in inside.items():
-        if not _is_utf8(value):  # Apptainer would put signs of its own in their place, silently
-            raise RunError(f"the value of {name} is not UTF-8", fix=f"unset or mend {name}")
-    own = {name: host_env[name] for name in _OWN if name in host_env}
-    own = {"PATH": os.defpath} | own | _aside(settings)
-    return own | {f"APPTAINERENV_{name}": value for name, value in inside.items()}
-
-
-def _aside(settings: ExecSettings) -> dict[str, str]:
-    """Where the apptainer process writes; it would make ~/.apptainer."""
-    folder = f"{settings.scratch}/apptainer"
-    names = ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
-    return {"HOME": settings.scratch} | dict.fromkeys(names, folder)
-
+_HERE = "{scratch of this job}"
+"""Stands for the scratch folder until the script knows its name."""
 
 _NODE_SCRIPT = """\
 #!/usr/bin/env bash
-# Starts a command in the image: bash FILE COMMAND...
+# Starts a command in the image: bash FILE ARGUMENTS...
 # Written by kimi-eagle; what it lets in and why is in its containers/exec.py.
 set -u
-for ke_name in {secrets}; do
-    [ -n "${{!ke_name+set}}" ] && continue
-    echo "secret not set: $ke_name; fix: export it before you submit" >&2
-    exit 2
+unset -f $(compgen -A function) # exported by a login shell, they would stand for commands
+unset "${{!LD_@}}"
+ke_refuse() {{ echo "error: $1" >&2; exit "${{2:-2}}"; }} # 2: trying again would change nothing
+{checks}for ke_name in {secrets}; do
+    [ -n "${{!ke_name+set}}" ] ||
+        ke_refuse "secret not set: $ke_name; fix: export it before you submit"
 done
+ke_base=${{TMPDIR:-/tmp}}
+[[ $ke_base == /* && $ke_base != *[\\"$'\\r']* && -d $ke_base && -w $ke_base ]] || ke_base=/tmp
+for ke_old in "$ke_base/ke-$UID-"*; do # of killed jobs
+    [ ! -O "$ke_old" ] || [ -e "/proc/${{ke_old##*-}}" ] || rm -rf "$ke_old"
+done
+ke_scratch=$ke_base/ke-$UID-$$
+rm -rf "$ke_scratch" && (umask 077 && mkdir "$ke_scratch" && cd "$ke_scratch" && mkdir {folders}) ||
+    ke_refuse "no scratch folder in $ke_base; fix: set scratch in the site file" 1
 unset ke_names ke_values ke_odd # ours, whatever the host calls its own
 while IFS= read -rd '' ke_line; do
     ke_name=${{ke_line%%=*}}
@@ -229,69 +219,84 @@ while IFS= read -rd '' ke_line; do
     esac
     case $ke_name in {own} | ke_*) ;; *) unset "$ke_name" 2>/dev/null ;; esac
 done < <(env -0)
+# Apptainer would put signs of its own in the place of other bytes, silently.
+ke_utf8() {{ printf '%s\\n' "$@" | iconv -f UTF-8 -t UTF-8 >/dev/null 2>&1; }}
 for ke_i in "${{!ke_names[@]}}"; do
     export "APPTAINERENV_${{ke_names[ke_i]}}=${{ke_values[ke_i]}}"
 done
+if command -v iconv >/dev/null && ! ke_utf8 "${{ke_values[@]-}}"; then
+    for ke_i in "${{!ke_names[@]}}"; do
+        ke_utf8 "${{ke_values[ke_i]}}" ||
+            ke_refuse "the value of ${{ke_names[ke_i]}} is not UTF-8; fix: unset or mend it"
+    done
+fi
 export {fixed}
-(umask 077 && mkdir -p {folders}) || exit 1
-exec env "${{ke_odd[@]}}" {argv} "$@"
+exec env ${{ke_odd[@]+"${{ke_odd[@]}}"}} {argv} "$@"
+"""
+
+_CHECK_IMAGE = """\
+ke_image={image} ke_sha256={sha256} ke_proven={proven}
+ke_stat=$(stat -Lc '%s %.9Y %.9Z %i' "$ke_image" 2>/dev/null) ||
+    ke_refuse "$ke_image: no such image on $(hostname)"
+grep -qsxF "$ke_sha256 $ke_stat" "$ke_proven" || {{
+    ke_found=$(sha256sum <"$ke_image") || ke_refuse "$ke_image cannot be read on $(hostname)" 1
+    [ "${{ke_found%% *}}" = "$ke_sha256" ] ||
+        ke_refuse "$ke_image is not the run's image: sha256 $ke_found; expected $ke_sha256"
+    echo "$ke_sha256 $ke_stat" >>"$ke_proven" || true
+}}
+export KIMI_EAGLE_IMAGE=sha256:$ke_sha256
+"""
+
+_CHECK_SHM = """\
+ke_free=$(df -B1 --output=avail /dev/shm | tail -n 1)
+[ "$ke_free" -ge {bytes} ] ||
+    ke_refuse "/dev/shm on $(hostname): $ke_free bytes free; expected {bytes} (container.shm_gib)" 1
+"""
+
+_CHECK_PROGRAM = """\
+ke_said=$({apptainer} --version 2>/dev/null) || ke_said="no program "{apptainer}
+# Singularity reads no APPTAINERENV_*: jobs would run without any of their variables.
+[[ $ke_said == "apptainer version"* ]] ||
+    ke_refuse "not Apptainer on $(hostname): $ke_said; fix: preamble in the site file" 1
 """
 
 
-def node_script(settings: ExecSettings) -> str:
-    """Shell text that does on a node without our Python what the other functions do.
+def node_script(settings: ExecSettings, command: Iterable[str] = ()) -> str:
+    """Shell text that starts `command` in the image, on a node that needs no Python of ours.
 
-    `bash FILE COMMAND...` becomes the apptainer process: its process id, signals and exit code are
-    the script's. The text holds names of secrets only. Exit 2: a secret is not set.
+    `bash FILE ARGUMENTS...` becomes the apptainer process. The text holds names of secrets only.
+    Exit 2: it will not work anywhere (another image, a secret not set); 1: not on this node.
     """
 
     def words(names: Iterable[str]) -> str:
-        return " ".join(map(shlex.quote, names))
+        quoted = (shlex.quote(name) for name in names)
+        # A brace makes shlex quote the word, so that the name stands between single quotes.
+        return " ".join(quoted).replace(_HERE, "'\"$ke_scratch\"'")
 
+    checks = _CHECK_PROGRAM.format(apptainer=shlex.quote(settings.apptainer))
+    if settings.sha256:
+        parts = {"image": settings.image, "sha256": settings.sha256, "proven": settings.proven}
+        checks += _CHECK_IMAGE.format(**{k: shlex.quote(v) for k, v in parts.items()})
+    if settings.shm_bytes:
+        checks += _CHECK_SHM.format(bytes=settings.shm_bytes)
     inside = {f"APPTAINERENV_{name}": value for name, value in FIXED.items()}
+    # Where the apptainer process itself writes; it would make ~/.apptainer.
+    aside = ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
+    inside |= {"HOME": _HERE} | dict.fromkeys(aside, f"{_HERE}/apptainer")
     return _NODE_SCRIPT.format(
+        checks=checks,
         secrets=words(settings.secrets),
         never=" | ".join(NEVER),
         wanted=" | ".join((*ALLOWED, *settings.allow, *settings.secrets)),
         own=" | ".join(_OWN),
-        fixed=words(f"{name}={value}" for name, value in (inside | _aside(settings)).items()),
-        folders=words(f"{settings.scratch}/{name}" for name in _FOLDERS),
-        argv=words(exec_argv(settings, ())),
+        fixed=words(f"{name}={value}" for name, value in inside.items()),
+        folders=words(_FOLDERS),
+        argv=words(exec_argv(settings, _HERE, command)),
     )
 
 
-def make_scratch(settings: ExecSettings) -> None:
-    """The scratch folder, with what has to be there before a job starts."""
-    try:
-        for name in ("", *_FOLDERS):
-            Path(settings.scratch, name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as e:
-        raise RunError(f"scratch cannot be used: {e.strerror}", where=settings.scratch) from None
-
-
-def check_usable(settings: ExecSettings) -> None:
-    """Refuse, on the machine where the job is to run, what would fail there; starts no container.
-
-    UsageError for settings that are wrong, RunError for a machine that lacks something.
-    """
-    _check_program(settings.apptainer)
-    _check_image(Path(settings.image))
-    for mount in settings.mounts:
-        if not os.path.exists(mount.source):
-            raise UsageError("mount source does not exist", where=repr(mount.source))
-        if not os.access(mount.source, os.R_OK):
-            raise UsageError("mount source cannot be read", where=repr(mount.source))
-    if settings.shm_bytes:
-        shm = os.statvfs("/dev/shm")
-        if (free := shm.f_bavail * shm.f_frsize) < settings.shm_bytes:
-            raise RunError(
-                f"{free / 1e9:.1f} GB free, {settings.shm_bytes / 1e9:.1f} GB wanted",
-                where="/dev/shm",
-                fix="ask the site for a larger /dev/shm, or remove what earlier jobs left there",
-            )
-
-
-def _check_program(name: str) -> None:
+def check_program(name: str) -> None:
+    """RunError where the program is not there, or is no Apptainer."""
     program = shutil.which(name)
     if program is None:
         raise RunError(
@@ -299,38 +304,15 @@ def _check_program(name: str) -> None:
         )
     done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
     said = (done.stdout or done.stderr).strip()
-    # Singularity reads no APPTAINERENV_*: jobs would run without any of their variables.
     if done.returncode or not said.startswith("apptainer version"):
         raise RunError(f"this is not Apptainer: {said[:80]!r}", where=program, expected="Apptainer")
-
-
-def _check_image(image: Path) -> None:
-    if image.is_dir():
-        if not (image / ".singularity.d").is_dir():
-            raise UsageError(
-                "not a sandbox: it has no .singularity.d",
-                where=image,
-                fix=f"apptainer build --sandbox NEW {image}",
-            )
-        return
-    try:
-        with image.open("rb") as file:
-            head = file.read(48)
-    except FileNotFoundError:
-        raise UsageError("no such image", where=image) from None
-    except OSError as e:
-        raise UsageError(f"image cannot be read: {e.strerror}", where=image) from None
-    if head[32:41] != b"SIF_MAGIC":
-        raise UsageError(
-            "not an image", where=image, expected="a SIF file or a sandbox of apptainer build"
-        )
 
 
 def _path(text: str, what: str) -> str:
     """The path without needless slashes; UsageError for one that would not arrive as it is."""
     if not text.startswith("/") or ".." in text.split("/"):
         raise UsageError(f"{what} {text!r}", expected="an absolute path without ..")
-    if "\0" in text or "\r" in text or not _is_utf8(text):
+    if "\0" in text or "\r" in text or _HERE in text or not _is_utf8(text):
         # Apptainer turns \r\n into \n and other bytes into U+FFFD: it would take another folder.
         raise UsageError(f"{what} {text!r}", expected="a path in UTF-8 without carriage returns")
     return os.path.normpath("/" + text.lstrip("/"))

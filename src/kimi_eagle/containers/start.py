@@ -1,0 +1,98 @@
+"""RUN/start.sh: `kimi-eagle` for the jobs of a run, in the image that the run is pinned to.
+
+Every job, submitted or sent by hand, on one node or four, is `bash RUN/start.sh stage STAGE ...`.
+So a job's file says nothing of an image, and a node needs nothing but bash and apptainer. Without
+an image the script starts the Python that wrote it.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kimi_eagle import files
+from kimi_eagle.containers.exec import ExecSettings, Mount, node_script
+from kimi_eagle.errors import UsageError
+from kimi_eagle.recipe import Recipe, input_paths
+from kimi_eagle.rundir import RunDir
+from kimi_eagle.site import Site
+
+if TYPE_CHECKING:
+    from kimi_eagle.containers.pins import Image
+
+_PLAIN = """\
+#!/usr/bin/env bash
+# Starts kimi-eagle for the jobs of this run: bash FILE ARGUMENTS...
+# Written by kimi-eagle; the run has no image.
+export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1
+exec {python} -m kimi_eagle "$@"
+"""
+
+_MOST_LINKS = 40
+"""Links behind links that Linux follows (path_resolution(7))."""
+
+
+def write(run: RunDir, recipe: Recipe, site: Site | None, image: Image | None) -> None:
+    """Write RUN/start.sh, whole or not at all: jobs may start at any moment."""
+    if image is None:
+        text = _PLAIN.format(python=shlex.quote(sys.executable))
+    else:
+        from kimi_eagle.containers.pins import stat_line
+
+        text = node_script(settings(run, recipe, site, image), ("kimi-eagle",))
+        # Where the node sees the same file, it need not read 10 GB again.
+        files.write_atomic(run.proven, f"{image.sha256} {stat_line(image.path)}\n")
+    files.write_atomic(run.start, text)
+
+
+def settings(run: RunDir, recipe: Recipe, site: Site | None, image: Image) -> ExecSettings:
+    """How this run's jobs are started in this image; UsageError where that cannot be."""
+    if missing := [name for name in recipe.container.secrets if name not in os.environ]:
+        raise UsageError(
+            f"{missing[0]} is not set",
+            where=f"{recipe.name}: container.secrets",
+            fix=f"export {missing[0]}=... in the shell that you submit from",
+        )
+    return ExecSettings(
+        image=image.path,
+        sha256=image.sha256,
+        proven=str(run.proven),
+        apptainer=(site and site.apptainer) or "apptainer",
+        # --nv without a GPU only warns, and a CPU stage may share the script with others.
+        gpus=recipe.slurm.gpus > 0,
+        mounts=_mounts(run, recipe, site),
+        allow=site.env if site else (),
+        secrets=recipe.container.secrets,
+        shm_bytes=int(recipe.container.shm_gib * 2**30),
+    )
+
+
+def _mounts(run: RunDir, recipe: Recipe, site: Site | None) -> tuple[Mount, ...]:
+    """The run, its inputs read-only, and what the site adds; each at its own path."""
+    found = {str(run.path): Mount(str(run.path), str(run.path), read_only=False)}
+    for path in input_paths(recipe).values():
+        for folder in (path, *_behind_links(Path(path))):
+            found.setdefault(folder, Mount(folder, folder))
+    for text in site.mounts if site else ():
+        source, *rest = text.split(":")
+        target = rest[0] if rest else source
+        found.setdefault(target, Mount(source, target, read_only=rest[1:] == ["ro"]))
+    return tuple(found.values())
+
+
+def _behind_links(folder: Path) -> Iterator[str]:
+    """Folders outside of an input that links in it lead to, as in a hub's cache of models."""
+    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        path = str(entry)
+        for _ in range(_MOST_LINKS):
+            if not os.path.islink(path):
+                break
+            path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+            if os.path.isdir(path):
+                yield path
+            elif os.path.dirname(path) != str(folder):
+                yield os.path.dirname(path)
