@@ -1,9 +1,12 @@
-"""Losses that a person has accepted: RUN/accepted.jsonl, one line a decision, never rewritten.
+"""What a person has accepted: RUN/accepted.jsonl, one line a decision, never rewritten.
 
-A gate stays shut while more was rejected or failed than the recipe's `allow_rejected`. Changing the
-recipe would open it without a trace; `kimi-eagle accept` opens it with who, when and why, for one
-stage of one run. The last line of a stage is the one that holds, so that a decision can be taken
-back with a smaller share.
+Losses: a gate stays shut while more was rejected or failed than the recipe's `allow_rejected`.
+Changing the recipe would open it without a trace; `kimi-eagle accept RUN STAGE` opens it with who,
+when and why, for one stage of one run. The last line of a stage is the one that holds, so that a
+decision can be taken back with a smaller share.
+
+Images: a run goes on in the image that it began with. `kimi-eagle accept RUN --image FILE` notes
+who let it go on with another one, and why; what holds is RUN/image.json.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from kimi_eagle import files
 from kimi_eagle.rundir import RunDir
 
 
-def read(run: RunDir) -> list[dict[str, Any]]:
+def every(run: RunDir) -> list[dict[str, Any]]:
     """Every decision, oldest first; a line cut short by a full disk is left out."""
     try:
-        lines = (run.accepted).read_text(encoding="utf-8").splitlines()
+        lines = run.accepted.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
     found = []
@@ -31,9 +34,19 @@ def read(run: RunDir) -> list[dict[str, Any]]:
             entry = json.loads(line)
         except ValueError:
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("share"), int | float):
+        if isinstance(entry, dict):
             found.append(entry)
     return found
+
+
+def read(run: RunDir) -> list[dict[str, Any]]:
+    """The accepted losses, oldest first."""
+    return [e for e in every(run) if isinstance(e.get("share"), int | float)]
+
+
+def images(run: RunDir) -> list[dict[str, Any]]:
+    """The accepted changes of image, oldest first: {"image", "before", "reason", "user", ...}."""
+    return [e for e in every(run) if isinstance(e.get("image"), str)]
 
 
 def share_of(run: RunDir, stage: str) -> float:
@@ -42,15 +55,24 @@ def share_of(run: RunDir, stage: str) -> float:
 
 
 def add(run: RunDir, stage: str, share: float, reason: str, **facts: Any) -> dict[str, Any]:
-    """Append a decision, durable when this returns. facts: what was lost at that moment."""
+    """Note an accepted loss, durable when this returns. facts: what was lost at that moment."""
+    return _append(run, {"stage": stage, "share": share, "reason": reason, **facts})
+
+
+def add_image(run: RunDir, image: str, before: str | None, reason: str) -> dict[str, Any]:
+    """Note that the run goes on in another image, durable when this returns.
+
+    image, before: `sha256:...`; before is None for a run that had none.
+    """
+    return _append(run, {"image": image, "before": before, "reason": reason})
+
+
+def _append(run: RunDir, decision: dict[str, Any]) -> dict[str, Any]:
     entry = {
-        "stage": stage,
-        "share": share,
-        "reason": reason,
         "user": _user(),
         "host": socket.gethostname(),
         "time": time.time(),
-        **facts,
+        **decision,
     }
     path = run.accepted
     # One write with O_APPEND: two people at once give two lines. The newline in front ends a line
