@@ -58,14 +58,14 @@ def sha256(
     key = line_of(seen)
     if not fresh and (known := _remembered().get(path)) and known["stat"] == key:
         if key != _line_now(path):
-            raise _changed(path)
+            raise changed(path)
         return str(known["sha256"])
     age = time.time() - max(seen.st_ctime_ns, seen.st_mtime_ns) / 1e9
     with sif.open_image(path) as file:
         digest = _read(file, path, progress)
         # Of the open file, and of what the path names now: it may have been replaced.
         if not key == line_of(os.fstat(file.fileno())) == _line_now(path):
-            raise _changed(path)
+            raise changed(path)
     if age > SETTLED_SECONDS:
         _remember(path, {"stat": key, "sha256": digest})
     return digest
@@ -83,7 +83,8 @@ def _read(file: BinaryIO, path: str, progress: Progress | None) -> str:
     return state.hexdigest()
 
 
-def _changed(path: str) -> UsageError:
+def changed(path: str) -> UsageError:
+    """What to say of a file that was not left alone while it was read."""
     fix = "wait until it is written or copied, then again"
     return UsageError("the image changed while it was read", where=path, fix=fix)
 

@@ -63,14 +63,8 @@ def add(lock: Path, entry: Entry, *, replace: bool) -> None:
         lock = lock.resolve()  # a link stays one
         with turn(lock.with_name(f".{lock.name}.turn")):
             document = _document(lock)
-            before = _entries(lock, document).get(entry.name)
-            if before and before.sha256 != entry.sha256 and not replace:
-                raise UsageError(
-                    f"{entry.name!r} is pinned to sha256:{before.sha256[:16]}..., "
-                    f"this is sha256:{entry.sha256[:16]}...",
-                    where=lock,
-                    fix="--replace if the change is meant, or another --name",
-                )
+            if not replace:
+                _refuse_other(_entries(lock, document), lock, entry.name, entry.sha256)
             fields = ("file", "sha256", "bytes", "sif_id", "arch", "labels", "locked")
             document["images"][entry.name] = {name: getattr(entry, name) for name in fields}
             text = json.dumps(document, indent=1, sort_keys=True)
@@ -81,6 +75,20 @@ def add(lock: Path, entry: Entry, *, replace: bool) -> None:
             where=lock,
             fix="--into ~/.config/kimi-eagle, or another folder of your own",
         ) from None
+
+
+def refuse_other(lock: Path, name: str, sha256: str | None) -> None:
+    """UsageError where the name stands for another sha256 already; None is another than any."""
+    _refuse_other(read(lock), lock, name, sha256)
+
+
+def _refuse_other(entries: dict[str, Entry], lock: Path, name: str, sha256: str | None) -> None:
+    if (before := entries.get(name)) and before.sha256 != sha256:
+        raise UsageError(
+            f"{name!r} is pinned to sha256:{before.sha256}, not to {sha256 or 'what is new'}",
+            where=lock,
+            fix="--replace if the change is meant, or another --name",
+        )
 
 
 def _document(lock: Path) -> dict[str, Any]:

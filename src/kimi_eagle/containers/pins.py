@@ -7,6 +7,7 @@ a GPU is used. Reads the image file, the lock files and the cache of digests; wr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -20,7 +21,7 @@ from kimi_eagle.containers import hashcache, lockfile, sif
 from kimi_eagle.containers.hashcache import Progress, stat_line
 from kimi_eagle.errors import UsageError
 
-__all__ = ["Image", "lock", "lock_files", "locked_at", "pinned", "stat_line", "unfit", "verified"]
+__all__ = ["Image", "lock", "lock_files", "stat_line", "verified"]
 
 REQUIRED_LABELS = tuple(
     f"org.opencontainers.image.{name}"
@@ -70,7 +71,7 @@ def verified(
 
     arch: Go's name of the architecture (amd64, arm64) [default: this machine's].
     """
-    seen, image = _look(path)
+    seen, image = look(path)
     if why := unfit(image, arch):
         raise why
     return _pinned(image, seen, lock_files(path), fresh=False, progress=progress)
@@ -78,7 +79,7 @@ def verified(
 
 def pinned(path: str | os.PathLike[str], *, progress: Progress | None = None) -> Image:
     """The image, every byte read and compared with the lock, whether jobs can use it or not."""
-    seen, image = _look(path)
+    seen, image = look(path)
     return _pinned(image, seen, lock_files(path), fresh=True, progress=progress)
 
 
@@ -94,9 +95,15 @@ def unfit(image: Image, arch: str | None = None) -> UsageError | None:
             expected=wanted,
             fix=f"build or import one on a machine with {wanted}",
         )
+    return foreign(image)
+
+
+def foreign(image: Image) -> UsageError | None:
+    """Why an image is none of ours; None where it is."""
     if missing := [name for name in REQUIRED_LABELS if not image.labels.get(name)]:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
         return UsageError(
-            f"not an image of kimi-eagle: no label {', '.join(missing)}",
+            f"not an image of kimi-eagle: no label {missing[0]}{more}",
             where=image.path,
             expected="what kimi-eagle image build makes",
         )
@@ -105,23 +112,24 @@ def unfit(image: Image, arch: str | None = None) -> UsageError | None:
 
 def lock_files(path: str | os.PathLike[str]) -> list[Path]:
     """Where pins of an image file are looked up, first first; not all of them have to exist."""
-    given = os.path.abspath(path)
-    checkout = Path(__file__).resolve().parents[3]
-    folders = [
-        os.path.dirname(os.path.realpath(given)),
-        os.path.dirname(given),  # of the link
-        *_common_folders(checkout),
-    ]
-    return _once(folders)
+    real = os.path.dirname(os.path.realpath(path))
+    link = os.path.realpath(os.path.dirname(path) or ".")
+    return _once([real, link, *_common_folders()])
 
 
 def common_lock_files() -> list[Path]:
-    """Where pins are looked up whatever the image is."""
-    return _once(_common_folders(Path(__file__).resolve().parents[3]))
+    """Where pins are looked up whatever the image is, and where those of all images may stand."""
+    return _once([".", *_common_folders()])
 
 
-def _common_folders(checkout: Path) -> list[str]:
-    folders = [os.path.abspath("containers")]
+def all_entries() -> list[lockfile.Entry]:
+    """All that is pinned in `common_lock_files`."""
+    return [entry for file in common_lock_files() for entry in lockfile.read(file).values()]
+
+
+def _common_folders() -> list[str]:
+    folders = ["containers"]
+    checkout = Path(__file__).resolve().parents[3]
     if (checkout / "pyproject.toml").is_file():  # else installed: no checkout is near
         folders.append(str(checkout / "containers"))
     own = os.path.expanduser("~/.config/kimi-eagle")
@@ -129,10 +137,11 @@ def _common_folders(checkout: Path) -> list[str]:
 
 
 def _once(folders: list[str]) -> list[Path]:
-    found: dict[str, Path] = {}
+    found: dict[Path, None] = {}
     for folder in folders:
-        found.setdefault(os.path.realpath(folder), Path(folder, lockfile.NAME))
-    return list(found.values())
+        with contextlib.suppress(FileNotFoundError):  # the working directory may have been removed
+            found[Path(os.path.realpath(folder), lockfile.NAME)] = None
+    return list(found)
 
 
 def lock(
@@ -150,11 +159,9 @@ def lock(
     [default: the image's]. replace: the name may stand for another image until now. sha256: of the
     file, where the caller has just read it all.
     """
-    seen, image = _look(path)
+    seen, image = look(path)
     folder = Path(into).expanduser().absolute() if into else Path(image.path).parent
-    name = Path(image.path).stem if name is None else name
-    if not name or not name.isprintable() or name != name.strip():
-        raise UsageError(f"not a name: {name!r}", where=image.path, fix="--name NAME")
+    name = entry_name(image.path, name)
     digest = sha256 or hashcache.sha256(image.path, seen, progress=progress)
     near = os.path.relpath(image.path, os.path.realpath(folder))
     entry = lockfile.Entry(
@@ -173,12 +180,20 @@ def lock(
     return dataclasses.replace(image, name=name, sha256=digest)
 
 
+def entry_name(path: str | os.PathLike[str], name: str | None) -> str:
+    """The name of an image's entry: `name`, else the file's; UsageError where it cannot be one."""
+    name = Path(path).stem if name is None else name
+    if not name or not name.isprintable() or name != name.strip():
+        raise UsageError(f"not a name: {name!r}", where=path, fix="--name NAME")
+    return name
+
+
 def locked_at(sha256: str, files: list[Path]) -> list[lockfile.Entry]:
     """All entries of these lock files with that digest."""
     return [e for file in files for e in lockfile.read(file).values() if e.sha256 == sha256]
 
 
-def _look(path: str | os.PathLike[str]) -> tuple[os.stat_result, Image]:
+def look(path: str | os.PathLike[str]) -> tuple[os.stat_result, Image]:
     """What can be seen without reading all of the file; name and sha256 are empty still."""
     header = sif.read_header(path)  # refuses all that is no image
     real = os.path.realpath(path)
