@@ -247,40 +247,61 @@ def cancel(run_path: str, after_unit: bool, job_id: str | None, as_json: bool) -
 
 @click.command()
 @click.argument("run_path", metavar="RUN", type=PATH)
-@click.argument("stage", metavar="STAGE")
-@click.option("--share", type=float, required=True, help="Lost samples that are fine, 0 to 1.")
+@click.argument("stage", metavar="[STAGE]", required=False)
+@click.option("--share", type=float, help="Lost samples that are fine, 0 to 1.")
+@click.option("--image", "image_file", type=PATH, help="Go on in this pinned image.")
 @click.option("--reason", required=True, help="Why; kept in the run and shown in its report.")
 @json_option
-def accept(run_path: str, stage: str, share: float, reason: str, as_json: bool) -> None:
-    """Go on although a stage rejected or lost more samples than allow_rejected allows.
+def accept(
+    run_path: str,
+    stage: str | None,
+    share: float | None,
+    image_file: str | None,
+    reason: str,
+    as_json: bool,
+) -> None:
+    """Go on with a run although something is not as it was meant; who, when and why is recorded.
 
-    Opens the gate after STAGE while at most this share of its samples is rejected or in failed
-    units. Who, when and why is appended to RUN/accepted.jsonl.
+    With STAGE and --share: a stage rejected or lost more samples than allow_rejected allows; the
+    gate after it opens while at most this share is rejected or in failed units. With --image: jobs
+    run in another image from the next submit on. Both are appended to RUN/accepted.jsonl.
 
     \b
-    Example:
+    Examples:
       kimi-eagle accept runs/kimi-k2.5 extract --share 0.01 --reason "one bad node, 3 units"
+      kimi-eagle accept runs/kimi-k2.5 --image /shared/new.sif --reason "driver 580 needs it"
     """
-    from kimi_eagle import accepted
     from kimi_eagle.errors import UsageError
     from kimi_eagle.rundir import open_run
-    from kimi_eagle.survey import view
 
     run = open_run(run_path)
+    if not reason.strip():
+        raise UsageError("--reason is empty", expected="why this is fine, for the report")
+    if image_file is not None:
+        if stage is not None or share is not None:
+            raise UsageError("--image goes with no stage and no --share")
+        _accept_image(run, image_file, " ".join(reason.split()), as_json)
+    elif stage is None or share is None:
+        raise UsageError("what is accepted?", expected="STAGE with --share, or --image FILE")
+    else:
+        _accept_loss(run, stage, share, " ".join(reason.split()), as_json)
+
+
+def _accept_loss(run: Any, stage: str, share: float, reason: str, as_json: bool) -> None:
+    from kimi_eagle import accepted
+    from kimi_eagle.errors import UsageError
+    from kimi_eagle.survey import view
+
     seen = view(run, run.stage(stage).path.name)
     if not 0 <= share <= 1:  # also refuses nan
         raise UsageError(f"--share is {share:g}", expected="a share from 0 to 1, such as 0.01")
-    if not reason.strip():
-        raise UsageError("--reason is empty", expected="why the loss is fine, for the report")
     if not seen.lost:
         raise UsageError(
             f"{stage} has lost nothing: no failed unit, no rejected sample",
             where=run.path,
             fix="kimi-eagle status says what the run waits for",
         )
-    entry = accepted.add(
-        run, stage, share, " ".join(reason.split()), lost=seen.lost, samples=seen.samples
-    )
+    entry = accepted.add(run, stage, share, reason, lost=seen.lost, samples=seen.samples)
     now = seen.lost / max(1, seen.samples)
     if as_json:
         print_json(entry)
@@ -293,4 +314,39 @@ def accept(run_path: str, stage: str, share: float, reason: str, as_json: bool) 
         click.echo(
             f"recorded: the gate after {stage} opens with {seen.lost} of {seen.samples} samples "
             f"({now:.2%}) lost; now the same submit or run again"
+        )
+
+
+def _accept_image(run: Any, image_file: str, reason: str, as_json: bool) -> None:
+    """Prove the image, note the decision, then pin the run to it."""
+    import contextlib
+
+    from kimi_eagle import accepted, runlock
+    from kimi_eagle.containers import pins
+    from kimi_eagle.errors import RunError, UsageError
+    from kimi_eagle.slurm.lock import one_at_a_time
+
+    image = pins.verified(image_file)
+    # A submit that is under way has looked at the image already.
+    with one_at_a_time(run) if run.slurm.path.is_dir() else contextlib.nullcontext():
+        try:
+            before = runlock.pinned(run)
+            old = f"sha256:{before.sha256}" if before else None
+        except RunError:  # image.json is not whole: this is the way to mend it
+            before, old = None, "unknown"
+        if before is not None and before.sha256 == image.sha256:
+            raise UsageError(
+                f"is the run's image already (sha256:{image.sha256[:12]})", where=image.path
+            )
+        # The reason first: a change without one must not be possible.
+        entry = accepted.add_image(run, f"sha256:{image.sha256}", old, reason)
+        runlock.replace_image(run, image)
+        runlock.write(run, by="accept")
+    if as_json:
+        print_json(entry)
+    else:
+        was = f" instead of {old[:19]}" if old else ""
+        click.echo(
+            f"recorded: the run goes on in sha256:{image.sha256[:12]}{was}; jobs in the queue keep "
+            "the old one until the next submit (or run)"
         )

@@ -34,7 +34,7 @@ LEFT_OUT = {
 }
 """Ends of file names that are in no result digest, with the reason."""
 
-_CODE = ("kimi_eagle", "commit", "dirty", "image", "python", "packages", "lock")
+_CODE = ("kimi_eagle", "commit", "dirty", "source", "image", "python", "packages", "lock")
 _MACHINE = ("cpu", "cpus", "gpus", "driver", "partition")
 
 

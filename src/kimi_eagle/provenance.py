@@ -60,8 +60,25 @@ def provenance() -> dict[str, Any]:
 
 @functools.cache
 def code() -> dict[str, Any]:
-    """Which code this process is: version, commit, and in a changed checkout what changed."""
-    return {"kimi_eagle": kimi_eagle.__version__, "commit": commit(), "dirty": dirty_digest()}
+    """Which code this process is: version, commit, what a changed checkout changes (its digest).
+
+    source: sha256 over the package's own files, equal for equal code whatever else has changed.
+    """
+    return {
+        "kimi_eagle": kimi_eagle.__version__,
+        "commit": commit(),
+        "dirty": dirty_digest(),
+        "source": _source(),
+    }
+
+
+def _source() -> str | None:
+    from kimi_eagle.containers.inside import installed_source_digest
+
+    try:
+        return installed_source_digest()
+    except OSError:
+        return None
 
 
 @functools.cache
