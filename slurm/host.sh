@@ -93,8 +93,7 @@ attempt() { # one start of the stage's process; its exit code
     log=$run/$stage/log/$job.$restart.$n.out token=$job.$restart.$n.$stage shown=$((SECONDS - 30))
     for word in "${command[@]}"; do [ "$word" = @STAGE@ ] && word=$stage; argv+=("$word"); done
     [ "$nodes" -gt 1 ] && argv=(srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 "${argv[@]}")
-    rm -f "$KIMI_EAGLE_BEACON"{,.after}
-    say "$stage starts; its log: $log"
+    rm -f "$KIMI_EAGLE_BEACON"{,.after}; say "$stage starts; its log: $log"
     KIMI_EAGLE_PAYLOAD=$token "${argv[@]}" </dev/null >"$log" 2>&1 &
     child=$!
     while kill -0 "$child" 2>/dev/null; do
@@ -104,8 +103,9 @@ attempt() { # one start of the stage's process; its exit code
         sleep 0.5 & wait $!
     done
     wait "$child"; rc=$?
-    child=''; kill -KILL $(payload) 2>/dev/null # orphans of a killed process still hold GPUs
-    return $rc
+    kill -KILL $(payload) 2>/dev/null # orphans of a killed process still hold GPUs
+    rm -rf {"${TMPDIR:-/tmp}",/tmp}"/ke-$UID-$child" # the scratch folder that start.sh made for an image
+    child=''; return $rc
 }
 one_stage() { # until nothing is left for this job; sets why
     local early=0 rc units held; started=$(date +%s) why=running

@@ -172,7 +172,7 @@ def test_usual_values_pass_intact(monkeypatch: pytest.MonkeyPatch) -> None:
         "memory": "1500000M",
         "scratch": "/local/données d'été".replace("'", " "),
         "network_interface": "ib0,ib1",
-        "apptainer": "singularity",
+        "apptainer": "apptainer-1.4",
         "mounts": ("/a", "/a:/b", "/a b/ü:/c (d)&e:ro", "/a:/b:rw"),
         "preamble": ("module load apptainer", "export A=\"$(date) 'x'\"\t# why", "echo \\\\"),
         "extra": ("--exclude=node[01-03,7]", "--switches=1@2:00:00", "--contiguous"),
@@ -183,8 +183,6 @@ def test_usual_values_pass_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make(mounts=["~/data:/data:ro"]).mounts == ("/home/me/data:/data:ro",)
     assert make(apptainer="~/bin/apptainer").apptainer == "/home/me/bin/apptainer"
 
-
-# -- hostile values ------------------------------------------------------------------------------
 
 HOSTILE = {
     "space": "a b",
@@ -214,12 +212,13 @@ HOSTILE = {
 }
 PLAIN = (
     "name partition account qos reservation constraint gpu_request gpu_type memory time"
-    " network_interface apptainer scratch"
+    " network_interface apptainer scratch image"
 ).split()
 FIELDS: dict[str, Any] = {key: (lambda v, key=key: {key: v}) for key in PLAIN} | {
     "times": lambda v: {"times": {"train": v}},
     "times key": lambda v: {"times": {v: "1:00:00"}},
     "mounts": lambda v: {"mounts": [v]},
+    "env": lambda v: {"env": [v]},
     "extra": lambda v: {"extra": [v]},
     "extra value": lambda v: {"extra": [f"--licenses={v}"]},
     "cpu.partition": lambda v: {"cpu": {"partition": v}},

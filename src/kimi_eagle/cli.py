@@ -12,7 +12,15 @@ from typing import Any
 
 import click
 
-from kimi_eagle import __version__, cli_site, cli_submit, cli_tools, cli_watch
+from kimi_eagle import (
+    __version__,
+    cli_image,
+    cli_lock,
+    cli_site,
+    cli_submit,
+    cli_tools,
+    cli_watch,
+)
 from kimi_eagle.cli_options import PATH as _PATH
 from kimi_eagle.cli_options import json_option, print_json
 
@@ -88,22 +96,32 @@ def main(debug: bool) -> None:
 @click.argument("recipe", type=_PATH)
 @click.option("--run", "run_path", type=_PATH, help="Run directory [default: runs/NAME].")
 @click.option("--until", help="Stop after this stage.")
+@click.option("--image", type=_PATH, help="Work in this pinned image (Apptainer).")
 @click.option("--quiet", is_flag=True, help="No progress, only the result.")
 @json_option
-def run(recipe: str, run_path: str | None, until: str | None, quiet: bool, as_json: bool) -> None:
+def run(
+    recipe: str,
+    run_path: str | None,
+    until: str | None,
+    image: str | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     """Do all stages on this machine; type it again to go on after any interruption.
 
     \b
     Examples:
       kimi-eagle run jobs/smollm2.toml
       kimi-eagle run jobs/smollm2.toml --run /scratch/me/try1 --until extract
+      kimi-eagle run jobs/smollm2.toml --image /shared/images/kimi-eagle-cpu.sif
     """
     from pathlib import Path
 
     from rich.console import Console
 
-    from kimi_eagle import display, local
+    from kimi_eagle import begin, display, local
     from kimi_eagle import recipe as recipes
+    from kimi_eagle.containers import start
     from kimi_eagle.errors import UsageError
     from kimi_eagle.rundir import create_run
     from kimi_eagle.stages.context import Context
@@ -114,6 +132,15 @@ def run(recipe: str, run_path: str | None, until: str | None, quiet: bool, as_js
     loaded = recipes.load(recipe)
     target = Path("runs") / loaded.name if run_path is None else Path(run_path)
     opened = create_run(target)
+    if not start.inside() and (found := begin.use_image(opened, loaded, image)):
+        start.write(opened, loaded, None, found)
+        for warning in begin.warnings(found):
+            click.echo(f"warning: {warning}", err=True)
+        path = Path(recipe).resolve()
+        words = ["run", str(path), "--run", str(opened.path)]
+        words += ["--until", until] if until else []
+        words += [*(["--quiet"] if quiet else []), *(["--json"] if as_json else [])]
+        start.enter(opened, words, see=path)
     console = Console(stderr=as_json)
     with display.Bars(console, quiet=quiet or as_json) as bars:
         local.run_stages(opened, loaded, Path(recipe), until, bars)
@@ -203,7 +230,10 @@ def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
 @json_option
 def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
     """What `run` would do now, and which change makes it necessary."""
+    from pathlib import Path
+
     from kimi_eagle import recipe as recipes
+    from kimi_eagle.containers.start import enter
     from kimi_eagle.rundir import open_run
     from kimi_eagle.stages.context import Context
     from kimi_eagle.survey import explain as explain_run
@@ -211,6 +241,9 @@ def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
     opened = open_run(run_path)
     own = opened.recipe_path()
     source = recipe or (own if own and own.is_file() else None)
+    words = ["explain", str(opened.path), *(["--json"] if as_json else [])]
+    path = Path(source).resolve() if source else None
+    enter(opened, [*words, *(["--recipe", str(path)] if path else [])], see=path)
     current = recipes.load(source) if source else opened.recipe()
     found = explain_run(Context(opened, current))
     if as_json:
@@ -227,10 +260,12 @@ def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
 @click.argument("run_path", metavar="RUN", type=_PATH)
 def report(run_path: str) -> None:
     """Write RUN/report.html from what there is so far."""
+    from kimi_eagle.containers.start import enter
     from kimi_eagle.stages.context import open_context
     from kimi_eagle.summary import write_report
 
     ctx = open_context(run_path)
+    enter(ctx.run, ["report", str(ctx.run.path)])
     write_report(ctx)
     click.echo(ctx.run.report)
 
@@ -244,9 +279,12 @@ def report(run_path: str) -> None:
 def retry(run_path: str, as_json: bool) -> None:
     """Open failed and damaged units again; `run` then does only those."""
     from kimi_eagle import housekeeping
+    from kimi_eagle.containers.start import enter
     from kimi_eagle.stages.context import open_context
 
-    found = housekeeping.retry(open_context(run_path))
+    ctx = open_context(run_path)
+    enter(ctx.run, ["retry", str(ctx.run.path), *(["--json"] if as_json else [])])
+    found = housekeeping.retry(ctx)
     if as_json:
         print_json(found)
     else:
@@ -263,9 +301,12 @@ def retry(run_path: str, as_json: bool) -> None:
 def gc(run_path: str, dry_run: bool, as_json: bool) -> None:
     """Remove what no current key needs: results of earlier recipes, leftovers of killed workers."""
     from kimi_eagle import housekeeping
+    from kimi_eagle.containers.start import enter
     from kimi_eagle.stages.context import open_context
 
-    found = housekeeping.gc(open_context(run_path), dry_run=dry_run)
+    ctx, switches = open_context(run_path), (("--dry-run", dry_run), ("--json", as_json))
+    enter(ctx.run, ["gc", str(ctx.run.path), *(name for name, on in switches if on)])
+    found = housekeeping.gc(ctx, dry_run=dry_run)
     if as_json:
         print_json(found)
     else:
@@ -279,9 +320,12 @@ def gc(run_path: str, dry_run: bool, as_json: bool) -> None:
 def clean(run_path: str, hidden: bool) -> None:
     """Free the disk space of a finished run's hidden states."""
     from kimi_eagle import housekeeping
+    from kimi_eagle.containers.start import enter
     from kimi_eagle.stages.context import open_context
 
-    click.echo(f"freed {housekeeping.clean_hidden(open_context(run_path))['bytes'] / 1e6:.1f} MB")
+    ctx = open_context(run_path)
+    enter(ctx.run, ["clean", str(ctx.run.path), "--hidden"])
+    click.echo(f"freed {housekeeping.clean_hidden(ctx)['bytes'] / 1e6:.1f} MB")
 
 
 for command in (
@@ -290,6 +334,9 @@ for command in (
     cli_watch.logs,
     cli_watch.cancel,
     cli_watch.accept,
+    cli_lock.reproduce,
+    cli_lock.diff,
+    cli_image.image,
     cli_site.site,
     cli_tools.verifier,
     cli_tools.vocab,

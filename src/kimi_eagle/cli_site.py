@@ -11,7 +11,7 @@ from kimi_eagle.cli_options import PATH as _PATH
 from kimi_eagle.cli_options import json_option, print_json
 
 if TYPE_CHECKING:
-    from kimi_eagle.slurm.sitecheck import Check
+    from kimi_eagle.slurm.sitetools import Check
 
 
 @click.group()

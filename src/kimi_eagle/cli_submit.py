@@ -49,7 +49,8 @@ def submit(
 
     from kimi_eagle import recipe as recipes
     from kimi_eagle.errors import UsageError
-    from kimi_eagle.rundir import RunDir, create_run, follow
+    from kimi_eagle.begin import begin
+    from kimi_eagle.rundir import RunDir, create_run
     from kimi_eagle.site import load_site
     from kimi_eagle.slurm import emit as emitting
     from kimi_eagle.slurm import guard
@@ -76,7 +77,7 @@ def submit(
     run = create_run(target)
     if emit is not None:
         guard.before_following(run, loaded)
-        follow(run, loaded, Path(recipe))
+        begin(run, loaded, Path(recipe), site)
         written = emitting.emit(run, loaded, site, Path(emit), only=only)
         if as_json:
             print_json({"run": str(run.path), "files": written})

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kimi_eagle import files, liveness
+from kimi_eagle.begin import begin
 from kimi_eagle.errors import RunError
 from kimi_eagle.recipe import STAGES, Recipe
-from kimi_eagle.rundir import RunDir, StageDir, follow
+from kimi_eagle.rundir import RunDir, StageDir
 from kimi_eagle.slurm import guard
 from kimi_eagle.stages import module
 from kimi_eagle.stages.context import Context, recipe_digest
@@ -52,7 +53,7 @@ def run_stages(
         guard.before_following(run, recipe)
         ctx = Context(run, recipe)
         ctx.preflight()
-        follow(run, recipe, recipe_path)
+        begin(run, recipe, recipe_path)
         launched: set[str] = set()
         watch = liveness.Watch()
         while True:

@@ -22,7 +22,6 @@ KINDS = (".sbatch", ".sh")
 WORDS = Words(
     run="/runs/k",
     host="/runs/k/slurm/host.sh",
-    command="/env/bin/python -m kimi_eagle stage @STAGE@ --run /runs/k",
     suffix="0123456789",
     recipe="ab" * 16,
 )

@@ -20,7 +20,8 @@ from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import Recipe, load
 from kimi_eagle.site import Site, load_site
 from kimi_eagle.slurm import siteinit
-from kimi_eagle.slurm.sitecheck import Check, check_site, keys_for, one_of_each
+from kimi_eagle.slurm.sitecheck import check_site, keys_for, one_of_each
+from kimi_eagle.slurm.sitetools import Check
 from kimi_eagle.typed_toml import validated
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -323,7 +324,14 @@ def test_room_is_looked_at_where_the_run_will_be(tmp_path: Path) -> None:
     assert line(found, "mounts").state == "unknown"
     assert line(checks(tmp_path, scratch=str(tmp_path)), "scratch").state == "ok"
     assert line(checks(Path("/proc/x")), "run directory").state == "problem"
-    assert line(found, "driver and image").text == "runs later, in the job"
+    assert line(found, "image").state == "unknown"  # jobs run this very Python
+
+
+def test_the_image_is_looked_at(tmp_path: Path) -> None:
+    """What pins.verified refuses is a problem of the site file; see tests/containers_room."""
+    (tmp_path / "x.sif").write_text("no image")
+    found = line(checks(tmp_path, image=f"{tmp_path}/x.sif"), "image")
+    assert found.state == "problem" and found.key == "image" and "x.sif" in found.text
 
 
 def test_the_table_and_its_exit_code(tmp_path: Path) -> None:

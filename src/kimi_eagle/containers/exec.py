@@ -56,6 +56,7 @@ ALLOWED = {
     "MKL_NUM_THREADS": "threads of MKL",
     "KIMI_EAGLE_*": "what host.sh tells the stage: stop file, beacon, role, job",
     "TZ": "the time zone of logs",
+    "TERM": "what the terminal can show, for progress bars",
 }
 """Variables of the host that get in, with the reason; `*` at the end stands for any rest."""
 
@@ -179,10 +180,10 @@ def exec_argv(settings: ExecSettings, scratch: str, command: Iterable[str]) -> l
     argv += ["--no-mount", "home,cwd,hostfs", "--home", f"{SCRATCH}/home"]
     if settings.gpus:
         argv.append("--nv")
-    argv += ["--mount", _mount_text(scratch, SCRATCH, read_only=False)]
+    argv += ["--mount", mount_text(scratch, SCRATCH, read_only=False)]
     # The outer folder first: mounted later it would hide the inner one.
     for mount in sorted(settings.mounts, key=lambda m: os.path.normpath(m.target).count("/")):
-        argv += ["--mount", _mount_text(mount.source, mount.target, mount.read_only)]
+        argv += ["--mount", mount_text(mount.source, mount.target, mount.read_only)]
     return [*argv, "--pwd", settings.workdir, settings.image, *command]
 
 
@@ -231,7 +232,8 @@ if command -v iconv >/dev/null && ! ke_utf8 "${{ke_values[@]-}}"; then
     done
 fi
 export {fixed}
-exec env ${{ke_odd[@]+"${{ke_odd[@]}}"}} {argv} "$@"
+exec env ${{ke_odd[@]+"${{ke_odd[@]}}"}} {program} \\
+    ${{KIMI_EAGLE_MOUNT:+--mount "$KIMI_EAGLE_MOUNT"}} {options} "$@"
 """
 
 _CHECK_IMAGE = """\
@@ -265,6 +267,7 @@ def node_script(settings: ExecSettings, command: Iterable[str] = ()) -> str:
     """Shell text that starts `command` in the image, on a node that needs no Python of ours.
 
     `bash FILE ARGUMENTS...` becomes the apptainer process. The text holds names of secrets only.
+    KIMI_EAGLE_MOUNT in its environment is one more `mount_text`.
     Exit 2: it will not work anywhere (another image, a secret not set); 1: not on this node.
     """
 
@@ -279,6 +282,7 @@ def node_script(settings: ExecSettings, command: Iterable[str] = ()) -> str:
         checks += _CHECK_IMAGE.format(**{k: shlex.quote(v) for k, v in parts.items()})
     if settings.shm_bytes:
         checks += _CHECK_SHM.format(bytes=settings.shm_bytes)
+    argv = exec_argv(settings, _HERE, command)
     inside = {f"APPTAINERENV_{name}": value for name, value in FIXED.items()}
     # Where the apptainer process itself writes; it would make ~/.apptainer.
     aside = ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "APPTAINER_TMPDIR")
@@ -291,7 +295,8 @@ def node_script(settings: ExecSettings, command: Iterable[str] = ()) -> str:
         own=" | ".join(_OWN),
         fixed=words(f"{name}={value}" for name, value in inside.items()),
         folders=words(_FOLDERS),
-        argv=words(exec_argv(settings, _HERE, command)),
+        program=words(argv[:3]),
+        options=words(argv[3:]),
     )
 
 
@@ -318,7 +323,7 @@ def _path(text: str, what: str) -> str:
     return os.path.normpath("/" + text.lstrip("/"))
 
 
-def _mount_text(source: str, target: str, read_only: bool) -> str:
+def mount_text(source: str, target: str, read_only: bool) -> str:
     """One value of `--mount`: a line of CSV, which Apptainer reads with Go's encoding/csv."""
     line = io.StringIO()
     fields = ["type=bind", f"source={source}", f"destination={target}"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kimi_eagle import files
-from kimi_eagle.containers.exec import ExecSettings, Mount, node_script
+from kimi_eagle.containers.exec import ExecSettings, Mount, mount_text, node_script
 from kimi_eagle.errors import UsageError
 from kimi_eagle.recipe import Recipe, input_paths
 from kimi_eagle.rundir import RunDir
@@ -47,6 +47,28 @@ def write(run: RunDir, recipe: Recipe, site: Site | None, image: Image | None) -
         # Where the node sees the same file, it need not read 10 GB again.
         files.write_atomic(run.proven, f"{image.sha256} {stat_line(image.path)}\n")
     files.write_atomic(run.start, text)
+
+
+def enter(run: RunDir, words: list[str], see: Path | None = None) -> None:
+    """Go on with `kimi-eagle WORDS` in the run's image; returns where it has none, or from within.
+
+    For commands that look at keys: these hold the versions of what makes a unit, which are the
+    image's and not this Python's. see: a further file that the command reads.
+    """
+    if inside() or not run.image.is_file():
+        return
+    if not run.start.is_file():
+        raise UsageError("the run has an image and no start.sh", where=run.path, fix="submit again")
+    env = dict(os.environ)
+    if see is not None:
+        env["KIMI_EAGLE_MOUNT"] = mount_text(str(see), str(see), read_only=True)
+    sys.stdout.flush()
+    os.execvpe("bash", ["bash", str(run.start), *words], env)
+
+
+def inside() -> bool:
+    """Whether this process runs in a pinned image."""
+    return "KIMI_EAGLE_IMAGE" in os.environ
 
 
 def settings(run: RunDir, recipe: Recipe, site: Site | None, image: Image) -> ExecSettings:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from kimi_eagle import files
+from kimi_eagle.begin import begin
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import STAGES, Recipe
-from kimi_eagle.rundir import RunDir, follow
+from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
 from kimi_eagle.slurm import guard, progress, queue, sbatch
 from kimi_eagle.slurm.jobs import SHARED_STAGES
@@ -45,7 +45,7 @@ def work_here(
     with one_at_a_time(run):
         guard.refuse_held(run, recipe, progress.done_stages(run, recipe))
         guard.before_following(run, recipe)
-        follow(run, recipe, recipe_path)
+        begin(run, recipe, recipe_path, site)
         files.write_atomic(run.slurm.host, sbatch.host_script().read_bytes())
         for stage in STAGES:
             run.stage(stage).stop.unlink(missing_ok=True)  # of `cancel --after-unit`
@@ -93,7 +93,7 @@ def _start(
     argv += ["--gpus", str(section.gpus), "--attempts", str(section.max_attempts)]
     if section.max_gpu_hours is not None:
         argv += ["--hours", f"{section.max_gpu_hours:g}"]
-    argv += ["--", sys.executable, "-m", "kimi_eagle", "stage", "@STAGE@", "--run", str(run.path)]
+    argv += ["--", "bash", str(run.start), "stage", "@STAGE@", "--run", str(run.path)]
     env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
     env["KIMI_EAGLE_RECIPE"] = recipe_digest(recipe)
     return subprocess.Popen(argv, env=env)

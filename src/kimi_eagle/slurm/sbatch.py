@@ -10,7 +10,6 @@ can never start. tests/slurm_room/test_sbatch.py holds the golden texts.
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,6 @@ class Words:
 
     run: str
     host: str
-    command: str
     log: str | None = None
     """--output, where submitit's own choice does not fit."""
     suffix: str | None = None
@@ -69,11 +67,9 @@ def words_for(run: RunDir, suffix: str | None, recipe: str | None = None) -> Wor
             where=path,
             fix="choose another with --run DIR",
         )
-    python = shlex.quote(sys.executable)
     return Words(
         run=shlex.quote(path),
         host=shlex.quote(str(run.slurm.host)),
-        command=f"{python} -m kimi_eagle stage @STAGE@ --run {shlex.quote(path)}",
         suffix=suffix,
         recipe=recipe,
     )
@@ -82,7 +78,6 @@ def words_for(run: RunDir, suffix: str | None, recipe: str | None = None) -> Wor
 BY_HAND = Words(
     run='"$RUN"',
     host='"${KIMI_EAGLE_HOST:-host.sh}"',
-    command='"${KIMI_EAGLE:-kimi-eagle}" stage @STAGE@ --run "$RUN"',
     log="%x-%j.log",
     lines=("RUN=${1:?usage: sbatch FILE RUN}",),
 )
@@ -133,7 +128,8 @@ def command(job: Job, recipe: Recipe, site: Site, words: Words) -> str:
     switches.append(("--final", job.final))
     if on := " ".join(name for name, wanted in switches if wanted):
         lines.append(f"    {on} \\")
-    return "\n".join([f"exec bash {words.host} \\", *lines, f"    -- {words.command}"])
+    stage = f"bash {words.run}/start.sh stage @STAGE@ --run {words.run}"
+    return "\n".join([f"exec bash {words.host} \\", *lines, f"    -- {stage}"])
 
 
 def executor(

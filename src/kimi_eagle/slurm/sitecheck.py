@@ -15,17 +15,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from kimi_eagle.errors import KimiEagleError, RunError
 from kimi_eagle.recipe import Recipe, parse
 from kimi_eagle.site import CpuSection, Site, minutes
 from kimi_eagle.slurm import queue, siteinit
 from kimi_eagle.slurm.jobs import SLURM_MAX_ARRAY
+from kimi_eagle.slurm.sitetools import Check, tools
 
-State = Literal["ok", "problem", "unknown"]
 LEAST_GIB, LEAST_FILES = 10, 10_000
 """Free space and inodes below which even a small run fails."""
 
@@ -68,23 +66,12 @@ _ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class Check:
-    """One line of the answer."""
-
-    name: str
-    state: State
-    text: str
-    key: str = ""
-    """Key of the site file to change."""
-
-
 def check_site(site: Site, recipe: Recipe | None, run: Path) -> list[Check]:
     """Every check that can run here and now; what fails to run becomes a line of its own."""
     try:
         config = siteinit.configuration()
     except RunError as e:
-        return [Check("Slurm answers", "problem", e.what), *_room(site, run), *_tools(site)]
+        return [Check("Slurm answers", "problem", e.what), *_room(site, run), *tools(site)]
     found = [Check("Slurm answers", "ok", f"version {config.get('SLURM_VERSION', '?')}")]
     parts: list[tuple[str, Callable[[], list[Check]]]] = [
         ("queue", _queue),
@@ -99,7 +86,7 @@ def check_site(site: Site, recipe: Recipe | None, run: Path) -> list[Check]:
             found += part()
         except KimiEagleError as e:
             found.append(Check(name, "problem", e.line()))
-    return [*found, *_room(site, run), *_tools(site)]
+    return [*found, *_room(site, run), *tools(site)]
 
 
 def _queue() -> list[Check]:
@@ -285,7 +272,7 @@ def _requeue(site: Site, config: dict[str, str]) -> list[Check]:
     return [Check("requeue", "ok", told)]
 
 
-# -- room and tools --------------------------------------------------------------------------------
+# -- room ------------------------------------------------------------------------------------------
 
 
 def _room(site: Site, run: Path) -> list[Check]:
@@ -341,16 +328,3 @@ def _quota(run: Path) -> list[Check]:
         told = f"{' '.join(argv)}: {said or 'nothing over its limit'}"
         found.append(Check("quota", "problem" if over else "ok", told, "--run DIR" if over else ""))
     return found or [Check("quota", "unknown", "no quota command on this machine")]
-
-
-def _tools(site: Site) -> list[Check]:
-    """Programs: what is on this machine need not be on the nodes, and the other way round."""
-    name = site.apptainer or "apptainer"
-    there = shutil.which(name) or (shutil.which("singularity") if not site.apptainer else None)
-    told = f"{there} on this machine" if there else f"{name} is not on this machine"
-    return [
-        Check(
-            "apptainer", "ok" if there else "unknown", f"{told}; on nodes: runs later, in the job"
-        ),
-        Check("driver and image", "unknown", "runs later, in the job"),
-    ]

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle import files
+from kimi_eagle import begin, files
 from kimi_eagle.errors import RunError
 from kimi_eagle.recipe import Recipe
-from kimi_eagle.rundir import RunDir, follow
+from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
 from kimi_eagle.slurm import book, guard, progress, queue, sbatch
 from kimi_eagle.slurm.jobs import SHARED_STAGES, Job
@@ -62,7 +62,7 @@ def submit(
         live = live_jobs(run, entries)
         guard.refuse_other_recipe(recipe, live)
         plan = missing_jobs(run, recipe, site, live, done, only=only, more=more)
-        follow(run, recipe, recipe_path)
+        image = begin.begin(run, recipe, recipe_path, site)
         files.write_atomic(run.slurm.host, sbatch.host_script().read_bytes())
         with contextlib.suppress(OSError):
             run.slurm.ended.rmdir()
@@ -81,7 +81,7 @@ def submit(
         "submitted": queued.fresh,
         "adopted": adopted,
         "done": sorted(done),
-        "warnings": queued.warnings,
+        "warnings": queued.warnings + begin.warnings(image),
     }
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from kimi_eagle import files
+from kimi_eagle import files, runlock
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Unit
 from kimi_eagle.stages import UPSTREAM, module, upstream_of
@@ -68,6 +68,7 @@ def run_stage(run_path: str | Path, stage: str) -> int:
         return REFUSED
     finally:
         nodes.close(folder)
+        runlock.write(ctx.run)
     return DONE
 
 

@@ -1,0 +1,66 @@
+"""What comes before the first stage, however a run is started: image, recipe, start script, lock.
+
+`begin` is called by run, submit, --emit and --here. Nothing of the run is changed before the image
+is proven to be the pinned one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import kimi_eagle
+from kimi_eagle.containers import start
+from kimi_eagle.recipe import Recipe
+from kimi_eagle.rundir import RunDir, follow
+from kimi_eagle.site import Site
+
+if TYPE_CHECKING:
+    from kimi_eagle.containers.pins import Image
+
+
+def begin(run: RunDir, recipe: Recipe, recipe_path: Path, site: Site | None = None) -> Image | None:
+    """Make the run follow the recipe, in the site's image (or the one it has); returns the image.
+
+    UsageError / RunError for an image that is not pinned, damaged, or another than the run's.
+    """
+    from kimi_eagle import runlock
+
+    if start.inside():
+        image = None
+        follow(run, recipe, recipe_path)
+    else:
+        image = use_image(run, recipe, site.image if site else None, site)
+        follow(run, recipe, recipe_path)
+        start.write(run, recipe, site, image)
+    runlock.write(run)
+    return image
+
+
+def use_image(
+    run: RunDir, recipe: Recipe, path: str | None, site: Site | None = None
+) -> Image | None:
+    """Prove the image and pin the run to it; None where neither the run nor the site has one."""
+    from kimi_eagle import runlock
+    from kimi_eagle.containers import pins
+
+    pinned = runlock.pinned(run)
+    path = path or (pinned.path if pinned else None)
+    if path is None:
+        return None
+    image = pins.verified(path)
+    start.settings(run, recipe, site, image)  # refuses what could not be started
+    runlock.pin_image(run, image)
+    return image
+
+
+def warnings(image: Image | None) -> list[str]:
+    """What to tell about an image that is good and yet may surprise."""
+    if image is None:
+        return []
+    version = image.labels.get("org.opencontainers.image.version", "")
+    if version != kimi_eagle.__version__:
+        return [
+            f"the image holds kimi-eagle {version}, this command line is {kimi_eagle.__version__}"
+        ]
+    return []
