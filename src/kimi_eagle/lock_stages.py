@@ -11,7 +11,9 @@ differ between any two runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -94,13 +96,18 @@ _NOT_STARTED: dict[str, Any] = {"state": "not started"}
 
 
 def listing(folder: StageDir) -> list[list[Any]]:
-    """Name and inode of every record: changes whenever a record comes or goes."""
-    try:
-        return sorted(
-            [p.name, p.lstat().st_ino] for p in folder.records.iterdir() if p.suffix == ".json"
-        )
-    except FileNotFoundError:
-        return []
+    """Name, inode and time of every record: changes whenever a record comes or goes.
+
+    The inode alone would not do: file systems give a freed one to the next file.
+    """
+    found = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(folder.records) as entries:
+        for entry in entries:
+            if entry.name.endswith(".json") and not entry.name.startswith(files.TEMPORARY):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = entry.stat(follow_symlinks=False)
+                    found.append([entry.name, stat.st_ino, stat.st_mtime_ns])
+    return sorted(found)
 
 
 def read_records(folder: StageDir, keys: Iterable[str]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -20,7 +20,7 @@ from kimi_eagle import files, runlock
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import STAGES, Recipe, load
 from kimi_eagle.rundiff import Row, compare
-from kimi_eagle.rundir import RunDir, create_run, open_run
+from kimi_eagle.rundir import RunDir, create_run, follow, open_run
 from kimi_eagle.stages.context import recipe_digest
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def make(place: Path, lock: dict[str, Any], recipe: Recipe, image: Image | None)
         raise RunError("the recorded recipe cannot be written as TOML", where=path)
     if image is not None:
         runlock.pin_image(run, image)
+    follow(run, recipe, path)
     return path
 
 

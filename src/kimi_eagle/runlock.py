@@ -162,7 +162,7 @@ def write(
 
 
 def _marks(run: RunDir) -> list[Any]:
-    return [len(lock_stages.listing(run.stage(name))) for name in STAGES]
+    return [lock_stages.listing(run.stage(name)) for name in STAGES]
 
 
 def compose(
