@@ -1,0 +1,135 @@
+"""A run goes on in another image only when a person says so, and that is noted."""
+# ruff: noqa: F811 (fixtures that are imported)
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+sys.path.insert(0, str(Path(__file__).parent))
+from small_image import LABELS, build, nobodys_home, small  # noqa: E402, F401
+
+from kimi_eagle import accepted, files, lock_checks, runlock  # noqa: E402
+from kimi_eagle.cli import main  # noqa: E402
+from kimi_eagle.containers import pins  # noqa: E402
+from kimi_eagle.errors import RunError  # noqa: E402
+from kimi_eagle.recipe import load  # noqa: E402
+from kimi_eagle.rundir import RunDir, create_run, follow  # noqa: E402
+
+TINY = Path(__file__).resolve().parents[1] / "recipes/tiny.toml"
+
+
+def cli(*args: object) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in args])
+
+
+@pytest.fixture
+def images(small: Path, tmp_path: Path) -> list[Path]:
+    """Two pinned images."""
+    one = Path(shutil.copy(small, tmp_path / "one.sif"))
+    two = build(tmp_path / "two.sif", LABELS | {"ai.kimi-eagle.flavour": "other"})
+    for path in (one, two):
+        pins.lock(path)
+    return [one, two]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = create_run(tmp_path / "run")
+    follow(made, load(TINY), TINY)
+    runlock.write(made)
+    return made
+
+
+def accept(run: RunDir, image: Path, *words: str) -> Result:
+    return cli("accept", run.path, "--image", image, "--reason", "the new\ndriver", *words)
+
+
+def test_who_when_why_old_and_new(run: RunDir, images: list[Path]) -> None:
+    one, two = (pins.verified(path) for path in images)
+    runlock.pin_image(run, one)
+    with pytest.raises(RunError, match="accept"):
+        runlock.pin_image(run, two)
+    done = accept(run, images[1])
+    assert done.exit_code == 0, done.output
+    assert f"instead of sha256:{one.sha256[:12]}" in done.output and "next submit" in done.output
+    assert runlock.pinned(run) == two
+    assert files.read_json(run.image)["stat"] == pins.stat_line(two.path)
+    (entry,) = accepted.images(run)
+    assert (entry["before"], entry["image"]) == (f"sha256:{one.sha256}", f"sha256:{two.sha256}")
+    assert entry["reason"] == "the new driver" and entry["user"] and entry["host"] and entry["time"]
+    lock = runlock.read(run.path)
+    assert lock["image"]["sha256"] == two.sha256 and lock["accepted"] == [entry]
+    runlock.pin_image(run, two)
+
+
+def test_the_same_image_is_refused(run: RunDir, images: list[Path]) -> None:
+    runlock.pin_image(run, pins.verified(images[0]))
+    done = accept(run, images[0])
+    assert done.exit_code == 2 and "already" in done.output
+    assert accepted.every(run) == []
+
+
+def test_an_image_that_is_not_pinned_is_refused(run: RunDir, small: Path, tmp_path: Path) -> None:
+    loose = Path(shutil.copy(small, tmp_path / "loose.sif"))
+    done = accept(run, loose)
+    assert done.exit_code == 2 and "pinned in no lock file" in done.output
+    assert not run.image.exists() and accepted.every(run) == []
+
+
+def test_a_run_without_image_and_a_torn_note(run: RunDir, images: list[Path]) -> None:
+    entry = json.loads(accept(run, images[0], "--json").stdout)
+    assert entry["before"] is None
+    run.image.write_text('{"image"')
+    assert accept(run, images[1]).exit_code == 0
+    assert accepted.images(run)[-1]["before"] == "unknown"
+    assert runlock.pinned(run) == pins.verified(images[1])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("extract", "--image", "x.sif", "--reason", "r"),
+        ("--image", "x.sif", "--share", "0.1", "--reason", "r"),
+        ("--reason", "r"),
+        ("extract", "--reason", "r"),
+        ("--share", "0.1", "--reason", "r"),
+        ("--image", "x.sif", "--reason", " "),
+        ("--image", "x.sif"),
+        ("--image", "not-there.sif", "--reason", "r"),
+    ],
+)
+def test_wrong_use(run: RunDir, words: tuple[str, ...]) -> None:
+    assert cli("accept", run.path, *words).exit_code == 2
+    assert accepted.every(run) == []
+
+
+def test_reproduce_finds_the_image_and_knows_it_again(
+    run: RunDir, images: list[Path], tmp_path: Path
+) -> None:
+    """Where it lay, by --image, or by any lock file here; another one is refused."""
+    one = pins.verified(images[0])
+    runlock.pin_image(run, one)
+    runlock.write(run)
+    lock = runlock.read(run.path)
+
+    def look(**where: str) -> lock_checks.Check:
+        found = lock_checks.look(lock, **where)
+        assert (found.image is None) == (found.checks[1].verdict == "missing")
+        return found.checks[1]
+
+    assert (look().what, look().verdict) == ("image", "ok")
+    assert look(image_file=str(images[1])).verdict == "differs"
+    moved = tmp_path / "containers"
+    moved.mkdir()
+    shutil.move(images[0], moved / "renamed.sif")
+    assert look().verdict == "missing"
+    assert look(image_file=str(moved / "renamed.sif")).verdict == "missing"  # pinned nowhere there
+    pins.lock(moved / "renamed.sif")
+    assert look(image_file=str(moved / "renamed.sif")).verdict == "ok"
+    assert look().note == str(moved / "renamed.sif")  # ./containers is looked through
