@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes cpu.lock and cuda.lock (hashed, for pip) from *.in and pyproject.toml.
-# Reads the package index that uv is configured with; needs `uv`; writes only the two locks.
+# Makes cpu.lock, cuda.lock and base.lock (hashed, for pip) from *.in and pyproject.toml.
+# Reads the package index that uv is configured with; needs `uv`; writes only these locks.
 # Versions already in a lock are kept where they still fit: delete a lock to renew everything.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -38,3 +38,9 @@ compile "$tmp/all" 3.12 cuda.in <(echo vllm==0.31.0)
 grep -E '^[a-z0-9][^ ]*==' "$tmp/all" | sed 's/ .*//' >"$tmp/constraints"
 compile "$tmp/cuda" 3.12 cuda.in --constraint "$tmp/constraints" --override cuda-overrides.txt
 python3 trim_lock.py "$tmp/cuda" cuda.lock --lock cuda
+
+# The light base of a login node, for the Python that the bundle brings. It takes the versions of
+# the CPU lock where they have a build for that Python.
+cp cpu.lock "$tmp/base"
+compile "$tmp/base" 3.13 ../pyproject.toml
+python3 trim_lock.py "$tmp/base" base.lock --lock base

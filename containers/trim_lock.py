@@ -17,6 +17,7 @@ HEADER = """\
 # {about}
 """
 ABOUT = {
+    "base": "CPython 3.13, Linux x86_64: what a login node needs, installed by install.sh.",
     "cpu": "CPython 3.11, Linux x86_64. torch is the CPU build 2.13.0+cpu (see README.md here).",
     "cuda": "CPython 3.12, Linux x86_64, on top of the pinned base image (see README.md here).",
 }
