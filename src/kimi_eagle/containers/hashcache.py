@@ -62,7 +62,7 @@ def sha256(
         return str(known["sha256"])
     age = time.time() - max(seen.st_ctime_ns, seen.st_mtime_ns) / 1e9
     with sif.open_image(path) as file:
-        digest = _read(file, path, progress)
+        digest = _read(file, path, seen.st_size, progress)
         # Of the open file, and of what the path names now: it may have been replaced.
         if not key == line_of(os.fstat(file.fileno())) == _line_now(path):
             raise changed(path)
@@ -71,11 +71,14 @@ def sha256(
     return digest
 
 
-def _read(file: BinaryIO, path: str, progress: Progress | None) -> str:
+def _read(file: BinaryIO, path: str, left: int, progress: Progress | None) -> str:
     state, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     try:
         while count := file.readinto(block):  # type: ignore[attr-defined]
             state.update(block[:count])
+            left -= count
+            if left < 0:  # it grows, perhaps for ever
+                raise changed(path)
             if progress:
                 progress(count)
     except OSError as e:
