@@ -13,18 +13,22 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
+from places import Place
 
 from kimi_eagle import files, liveness
+from kimi_eagle import recipe as recipes
+from kimi_eagle.stages.context import recipe_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests/recipes/tiny.toml"
@@ -45,12 +49,6 @@ def reference(folder: Path) -> Path:
     run = folder / "tiny"
     eagle("run", TINY, "--run", run, "--until", "vocab")
     return run
-
-
-def case_of(bed: Any, tmp_path_factory: Any, folder: Path) -> Iterator[Case]:
-    """For a fixture: a case, and a clean testbed after it."""
-    yield Case(bed, reference(tmp_path_factory.getbasetemp()), folder)
-    bed.clear()
 
 
 def eagle(*args: object, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
@@ -102,8 +100,8 @@ def records(run: Path, stage: str) -> list[dict[str, Any]]:
 class Case:
     """One run under a fault."""
 
-    def __init__(self, bed: Any, origin: Path, folder: Path) -> None:
-        self.bed, self.origin, self.folder = bed, origin, folder
+    def __init__(self, bed: Any, origin: Path, folder: Path, place: Place) -> None:
+        self.bed, self.origin, self.folder, self.place = bed, origin, folder, place
         self.run, self.go = folder / "run", folder / "go"
         self.recipe, self.site = folder / "tiny.toml", folder / "site.toml"
         self.env = {"KIMI_EAGLE_BEAT_SECONDS": "0.5"}
@@ -113,11 +111,14 @@ class Case:
 
     def configure(self, *slurm: str, site: dict[str, Any] | None = None) -> None:
         """Write recipe and site. slurm: lines of [slurm], such as `workers = 2`."""
-        text = TINY.read_text().replace("../../", f"{ROOT}/")
-        head, _, _ = text.partition("[slurm]")
+        head, _, _ = TINY.read_text().partition("[slurm]")
+        head = head.replace("../../jobs/data", str(self.place.data))
+        if self.place.verifier:
+            head = re.sub(r'(?m)^(\[verifier\]\npath = ).*', rf'\1"{self.place.verifier}"', head)
         self.recipe.write_text(head + "\n".join(["[slurm]", *slurm]) + "\n")
         keys = {"partition": "all", "cpus": 4, "memory": "4G", "time": "30", "grace_seconds": 30}
-        keys |= {"preamble": [OWN_HOST] if os.getuid() == 0 else []}
+        keys |= {"preamble": [OWN_HOST] if os.getuid() == 0 and not self.place.ids else []}
+        keys |= {"image": str(self.place.image)} if self.place.image else {}
         keys |= site or {}
         self.site.write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in keys.items()))
 
@@ -130,6 +131,26 @@ class Case:
                     path.unlink()
         if len(units) == UNITS:
             shutil.rmtree(self.run / "extract")
+        if self.place.verifier:
+            self._follow_other_paths()
+        self.place.own(self.folder)
+
+    def _follow_other_paths(self) -> None:
+        """The same inputs lie elsewhere: another recipe, with the keys that the plans hold."""
+        digest = recipe_digest(recipes.load(self.recipe))
+        for path in self.run.glob("*/plan.json"):
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": digest}))
+
+    def eagle(
+        self, *args: object, check: bool = True, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        """The command line as the one who submits types it."""
+        done = subprocess.run(
+            [*self.place.program, *map(str, args)], cwd=self.folder, timeout=600,
+            env={**self.place.env(), **env}, capture_output=True, text=True, **self.place.ids,
+        )  # fmt: skip
+        assert not check or done.returncode == 0, done.stderr + done.stdout
+        return done
 
     def submit(self, *args: object, hold: bool | int = True, **env: str) -> list[dict[str, Any]]:
         """`kimi-eagle submit`; the jobs' entries in the book.
@@ -138,7 +159,7 @@ class Case:
         """
         held = {"KIMI_EAGLE_TEST_HOLD": str(self.go if hold is True else hold)} if hold else {}
         command = ("submit", self.recipe, "--site", self.site, "--run", self.run, "--json", *args)
-        done = eagle(*command, **{**self.env, **held, **env})
+        done = self.eagle(*command, **{**self.env, **held, **env})
         return json.loads(done.stdout)["submitted"]
 
     def extract(self, *args: object, **env: Any) -> list[dict[str, Any]]:
@@ -252,7 +273,7 @@ class Case:
     def nothing_left(self, *stages: str) -> None:
         """No job, no claim, no doubled record; after `gc` no file that no record names."""
         assert self.jobs() == {}
-        eagle("gc", self.run)
+        self.eagle("gc", self.run)
         for stage in stages:
             made = records(self.run, stage)
             assert len({r["unit"] for r in made}) == len(made)

@@ -12,12 +12,17 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from campaign import Case, reference  # noqa: E402
+from places import Place, places  # noqa: E402
 
 TESTBED = Path(__file__).resolve().parents[2] / "slurm/testbed/testbed.py"
 INHERITED = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_")
@@ -139,3 +144,26 @@ def bare_testbed() -> Iterator[Testbed]:
     """The same without accounting. Its `.env` has to be given to what shall use it."""
     with running("b", "--no-accounting") as bed:
         yield bed
+
+
+@pytest.fixture(scope="session")
+def place(verifier_dir: Path) -> Iterator[Callable[[str], Place]]:
+    """`place("user")`: see places.py."""
+    with places(verifier_dir) as named:
+        yield named
+
+
+@pytest.fixture
+def case(
+    request: Any, testbed: Any, place: Any, tmp_path: Path, tmp_path_factory: Any
+) -> Iterator[Case]:
+    """A run of the tiny recipe on a clean testbed, at the place that the test's parameter names."""
+    where = place(getattr(request, "param", "host"))
+    folder = tmp_path
+    if where.ids:  # pytest's folders are closed to others
+        folder = Path(tempfile.mkdtemp(prefix="ke-case-", dir="/tmp"))
+        where.own(folder)
+    yield Case(testbed, reference(tmp_path_factory.getbasetemp()), folder, where)
+    testbed.clear()
+    if folder != tmp_path:
+        shutil.rmtree(folder)

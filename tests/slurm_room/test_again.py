@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import Case, case_of, eagle, records, wait  # noqa: E402
-
-
-@pytest.fixture
-def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
-    yield from case_of(testbed, tmp_path_factory, tmp_path)
+from campaign import Case, records, wait  # noqa: E402
 
 
 def test_leaving_after_the_unit(case: Case) -> None:
@@ -23,7 +16,7 @@ def test_leaving_after_the_unit(case: Case) -> None:
     case.open(2, 6, 9)
     (first,) = case.extract()
     case.wait_claims(1)
-    eagle("cancel", case.run, "--after-unit")
+    case.eagle("cancel", case.run, "--after-unit")
     (second,) = case.extract()
     assert second["job_id"] != first["job_id"]
     case.wait_claims(2)
@@ -39,7 +32,7 @@ def test_cancelled_and_submitted_at_once(case: Case) -> None:
     case.open(2, 6)
     (first,) = case.extract()
     case.wait_claims(1)
-    eagle("cancel", case.run)
+    case.eagle("cancel", case.run)
     (second,) = case.extract()
     assert second["job_id"] != first["job_id"]
     wait(lambda: case.state(first["job_id"]) == "", 30)

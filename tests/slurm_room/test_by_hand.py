@@ -5,19 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import Case, case_of, digests, eagle  # noqa: E402
-
-
-@pytest.fixture
-def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
-    yield from case_of(testbed, tmp_path_factory, tmp_path)
+from campaign import Case, digests  # noqa: E402
 
 
 def test_one_file_by_sbatch(case: Case) -> None:
@@ -27,7 +18,7 @@ def test_one_file_by_sbatch(case: Case) -> None:
     shutil.rmtree(case.run / "vocab")
     out = case.folder / "jobs"
     command = ("submit", case.recipe, "--site", case.site, "--run", case.run, "--emit", out)
-    eagle(*command, "--only", "vocab")
+    case.eagle(*command, "--only", "vocab")
     done = subprocess.run(
         ["sbatch", "--parsable", "2-vocab.sbatch", case.run],
         cwd=out, env=case.bed.env, capture_output=True, text=True,
@@ -35,7 +26,7 @@ def test_one_file_by_sbatch(case: Case) -> None:
     job = done.stdout.strip()
     assert case.bed.wait_state(job, "COMPLETED", "FAILED", seconds=90) == "COMPLETED", done.stderr
     assert digests(case.run, "vocab") == digests(case.origin, "vocab")
-    shown = eagle("status", case.run).stdout
+    shown = case.eagle("status", case.run).stdout
     assert "in 1 starts" in shown
     assert (out / f"voc-tiny-{job}.log").exists()
 
@@ -45,7 +36,7 @@ def test_submit_script_keeps_the_order(case: Case) -> None:
     case.configure("workers = 3", site={"extra": ["--begin=now+1hour"], "chain": 1})
     case.open()
     out = case.folder / "jobs"
-    eagle("submit", case.recipe, "--site", case.site, "--run", case.run, "--emit", out)
+    case.eagle("submit", case.recipe, "--site", case.site, "--run", case.run, "--emit", out)
     done = subprocess.run(
         ["bash", out / "submit.sh", case.run], env=case.bed.env, capture_output=True, text=True
     )
@@ -66,15 +57,15 @@ def test_submit_script_keeps_the_order(case: Case) -> None:
     assert len([j for text, j in ids.items() if text.startswith("train")]) == 1  # printed twice
     assert len(shown) == 8
     # Known by their names: shown, not doubled, not taken for ours.
-    assert f"job {canary}" in eagle("status", case.run).stdout
+    assert f"job {canary}" in case.eagle("status", case.run).stdout
     again = subprocess.run(
         ["bash", out / "submit.sh", case.run], env=case.bed.env, capture_output=True, text=True
     )
     assert again.returncode == 1 and "in the queue" in again.stderr
     command = ("submit", case.recipe, "--site", case.site, "--run", case.run)
-    done = eagle(*command, check=False)
+    done = case.eagle(*command, check=False)
     assert done.returncode == 1 and "by hand" in done.stderr
-    left = eagle("cancel", case.run).stdout
+    left = case.eagle("cancel", case.run).stdout
     assert "scancel" in left and canary in left
     assert len(case.bed.run("squeue", "--noheader", "-o", "%A").splitlines()) == 8
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import OWN_HOST, UNITS, Case, case_of, eagle, records, wait  # noqa: E402
-
-
-@pytest.fixture
-def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
-    yield from case_of(testbed, tmp_path_factory, tmp_path)
+from campaign import OWN_HOST, UNITS, Case, records, wait  # noqa: E402
+from places import IN_IMAGE  # noqa: E402
 
 
 def by_task(case: Case) -> dict[str, int]:
@@ -24,6 +18,7 @@ def by_task(case: Case) -> dict[str, int]:
     return {slot.partition(".")[2]: n for slot, n in case.starts().items()}
 
 
+@IN_IMAGE
 def test_a_unit_that_outlasts_the_time_limit_is_dropped(case: Case) -> None:
     """One task of an array reaches its limit in mid-unit: it alone comes back, with its number."""
     case.configure("workers = 2", site={"time": "10", "grace_seconds": 16})
@@ -44,6 +39,7 @@ def test_a_unit_that_outlasts_the_time_limit_is_dropped(case: Case) -> None:
 
 
 @pytest.mark.campaign
+@IN_IMAGE
 def test_a_unit_that_ends_before_the_time_limit_is_committed(case: Case) -> None:
     """A job of one minute, 15 s of them to leave: the next job goes on with the next unit."""
     case.configure(site={"time": "1", "grace_seconds": 300})
@@ -90,6 +86,7 @@ def test_a_job_that_may_not_requeue_leaves_the_rest_to_its_follow_up(case: Case)
 SLOW = pytest.mark.campaign
 
 
+@IN_IMAGE
 @pytest.mark.parametrize(
     ("grace", "signal"),
     [
@@ -155,10 +152,10 @@ def test_max_gpu_hours_hold_the_run(case: Case) -> None:
     assert (case.run / "held").read_text() == "max_gpu_hours = 0.02 reached\n"
     assert len(records(case.run, "extract")) == UNITS - 3  # the unit it was in
     assert "train starts" not in case.log(train) and "max_gpu_hours" in case.log(train)
-    done = eagle("submit", case.recipe, "--site", case.site, "--run", case.run, check=False)
+    done = case.eagle("submit", case.recipe, "--site", case.site, "--run", case.run, check=False)
     assert done.returncode == 1 and "max_gpu_hours" in done.stderr
     case.configure("max_gpu_hours = 5")
-    eagle("retry", case.run)
+    case.eagle("retry", case.run)
     case.extract()
     case.finish()
     case.whole()
@@ -177,7 +174,7 @@ def test_too_many_starts_hold_the_stage(case: Case) -> None:
         wait(lambda n=count: list(case.starts().values()) == [n + 1], 60, "the next start")
     case.finish()
     assert "started 2 times" in (case.run / "extract/held").read_text()
-    eagle("retry", case.run)
+    case.eagle("retry", case.run)
     case.configure()
     case.extract(hold=False)
     case.finish()

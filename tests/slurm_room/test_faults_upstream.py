@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import UNITS, Case, case_of, records, wait  # noqa: E402
-
-
-@pytest.fixture
-def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
-    yield from case_of(testbed, tmp_path_factory, tmp_path)
+from campaign import UNITS, Case, records, wait  # noqa: E402
 
 
 def test_a_cancelled_upstream(case: Case) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import UNITS, Case, case_of, eagle, records, wait  # noqa: E402
+from campaign import UNITS, Case, records, wait  # noqa: E402
+from places import IN_IMAGE  # noqa: E402
 
 
-@pytest.fixture
-def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
-    yield from case_of(testbed, tmp_path_factory, tmp_path)
-
-
+@IN_IMAGE
 def test_scancel_of_one_array_task(case: Case) -> None:
     case.configure("workers = 2")
     case.open(3, 7, 9)
@@ -88,7 +83,7 @@ def test_a_unit_that_kills_its_worker_three_times_is_given_up(case: Case) -> Non
     ]
     assert not (case.run / "extract/held").exists()
     # What a person does about it.
-    eagle("retry", case.run)
+    case.eagle("retry", case.run)
     case.extract(hold=False)
     case.finish()
     case.whole()
@@ -107,10 +102,10 @@ def test_three_deaths_before_any_unit_hold_the_stage(case: Case) -> None:
     # The others start behind the canary and leave at once; train's gate says why it is shut.
     assert "extract starts" not in case.log(others)
     assert "train ended with 78" in case.log(train) and held.strip() in case.log(train)
-    done = eagle("submit", case.recipe, "--site", case.site, "--run", case.run, check=False)
+    done = case.eagle("submit", case.recipe, "--site", case.site, "--run", case.run, check=False)
     assert done.returncode == 1 and held.strip() in done.stderr and "retry" in done.stderr
     case.configure("workers = 2")
-    eagle("retry", case.run)
+    case.eagle("retry", case.run)
     case.extract(hold=False)
     case.finish()
     case.whole()

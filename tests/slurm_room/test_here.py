@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import Case, case_of, eagle, records  # noqa: E402
-
-
-@pytest.fixture
-def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
-    yield from case_of(testbed, tmp_path_factory, tmp_path)
+from campaign import Case, records  # noqa: E402
 
 
 def test_a_worker_on_each_node(case: Case) -> None:
@@ -42,5 +33,5 @@ def test_a_worker_on_each_node(case: Case) -> None:
 def test_outside_an_allocation(case: Case) -> None:
     case.open(1)
     command = ("submit", case.recipe, "--site", case.site, "--run", case.run, "--here")
-    done = eagle(*command, check=False)
+    done = case.eagle(*command, check=False)
     assert done.returncode == 2 and "allocation" in done.stderr

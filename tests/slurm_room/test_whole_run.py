@@ -6,25 +6,21 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from campaign import Case, case_of, records  # noqa: E402
+from campaign import Case, records  # noqa: E402
 
 from kimi_eagle.recipe import STAGES  # noqa: E402
 from kimi_eagle.slurm.names import SHORT  # noqa: E402
 
 
-@pytest.fixture
-def case(testbed: Any, verifier_dir: Path, tmp_path: Path, tmp_path_factory: Any) -> Iterator[Case]:
-    yield from case_of(testbed, tmp_path_factory, tmp_path)
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [pytest.param("host", marks=pytest.mark.campaign), "root", "user"], indirect=True
+)
 def test_every_stage_as_jobs(case: Case) -> None:
     """4 workers a group, each held in its first unit until all four have one."""
     case.configure("workers = 4")
