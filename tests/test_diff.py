@@ -130,6 +130,15 @@ def test_a_single_other_byte_names_its_unit(tiny: RunDir, origin: Path, tmp_path
     assert list(differing(tiny.path, again.path)) == ["extract.result_digest"]
 
 
+def test_how_jobs_are_made_does_not_count(tiny: RunDir, origin: Path, tmp_path: Path) -> None:
+    again = copy(origin, tmp_path / "again")
+    data = files.read_json(again.spec)
+    data["recipe"]["slurm"]["workers"] = 9
+    again.spec.write_text(json.dumps(data))
+    done = cli("diff", tiny.path, again.path)
+    assert done.exit_code == 0 and re.search(r"~ recipe.slurm.workers +4 -> 9", done.output)
+
+
 def test_wrong_use_is_2(tiny: RunDir, tmp_path: Path) -> None:
     (tmp_path / "no.json").write_text("{}")
     for other in ("nowhere", tmp_path / "no.json", tmp_path):

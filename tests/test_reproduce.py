@@ -37,10 +37,14 @@ def lock(tiny: RunDir) -> Path:
     here = provenance()
 
     def of_here(lock: dict[str, Any]) -> None:
+        for stage in lock["stages"].values():
+            stage.pop("current", None)  # planned before the sources were moved
         names = ("kimi_eagle", "commit", "dirty", "source", "python", "packages", "lock")
         lock["code"]["ran"] = [{k: here[k] for k in names if k in here} | {"units": 26}]
         lock["environment"] = {"packages": here["packages"], "python": [here["python"]]}
-        lock["machines"] = [{k: here[k] for k in ("cpu", "cpus", "gpus") if k in here}]
+        lock["machines"] = [
+            {k: here[k] for k in ("cpu", "cpus", "gpus") if k in here} | {"units": 26}
+        ]
 
     edit(tiny.lock, of_here)
     return tiny.lock
@@ -228,6 +232,11 @@ def test_a_run_in_an_image_is_not_asked_for_this_python(lock: Path) -> None:
     assert "/not/there.sif" in cli("reproduce", lock.parent, "--image", "/not/there.sif").output
 
 
+def test_results_under_an_earlier_recipe_are_said(lock: Path) -> None:
+    edit(lock, lambda data: data["stages"]["extract"].update(current=False))
+    assert check(lock)["results"][0] == "warning"
+
+
 def test_a_run_that_finished_nothing(lock: Path) -> None:
     edit(lock, lambda data: data["stages"]["regenerate"].update(state="part"))
     done = cli("reproduce", lock.parent)
@@ -282,6 +291,7 @@ def test_any_recipe_is_written_as_it_was(name: str, tmp_path: Path) -> None:
 # -- the same comes out ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_same_bytes_up_to_vocab(origin: Path, tmp_path: Path) -> None:
     """From a copy of the lock alone, into a run of another name; then verdicts on other bytes."""
     runlock.write(open_run(origin))

@@ -16,8 +16,8 @@ def diff(run_a: str, run_b: str, every: bool, as_json: bool) -> None:
     """What two runs were made from and what came out, side by side; only what differs.
 
     Each RUN is a run directory or a copy of its run.lock.json. Paths are compared by what lies
-    there. Ends like diff: 0 nothing differs, 1 something does, 2 wrong use. Machines, times and
-    tokens per second are shown (marked ~) and do not count: they are never the same twice.
+    there. Ends like diff: 0 nothing differs, 1 something does, 2 wrong use. Machines, tokens per
+    second and how jobs are made are shown, marked ~, and do not count: they change no result.
 
     \b
     Examples:

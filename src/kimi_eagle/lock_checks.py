@@ -90,6 +90,10 @@ def look(
         note = "some were made in another image, or in none"
         checks.append(Check("image of all units", several, "one image", DIFFERS, "units", note))
     checks += _inputs(lock, recipe)
+    earlier = [n for n, s in lock["stages"].items() if s.get("current") is False and s.get("done")]
+    if earlier:
+        note = "planned by an earlier recipe of the run, and compared all the same"
+        checks.append(Check("results", ", ".join(earlier), "", WARNING, note=note))
     checks += _machines(lock, on_nodes)
     return Found(checks, recipe, image)
 

@@ -22,6 +22,8 @@ from kimi_eagle import files
 from kimi_eagle.recipe import STAGES, Recipe
 from kimi_eagle.rundir import RunDir, StageDir
 
+RULES = 1
+"""To be raised when an entry is made in another way: earlier ones are then not taken over."""
 LISTED = 1000
 """Units, or files, of a stage that a lock names one by one; of more it holds the digest."""
 MACHINES_NAMED = 16
@@ -64,7 +66,7 @@ def _stage(folder: StageDir, digest: str | None, before: dict[str, Any]) -> dict
     current = {"current": plan.get("recipe") == digest}
     if not current["current"]:
         current["reason"] = "planned by an earlier recipe; `kimi-eagle explain` says what is open"
-    seen = files.digest([plan["units"], listing(folder)])
+    seen = files.digest([RULES, plan["units"], listing(folder)])
     if before.get("seen") == seen:
         kept = {k: v for k, v in before.items() if k not in ("current", "reason")}
         return kept | current
@@ -251,5 +253,5 @@ def over_stages(stages: dict[str, Any], kind: str) -> list[dict[str, Any]]:
     for stage in stages.values():
         for entry in stage.get(kind) or ():
             facts = {k: v for k, v in entry.items() if k not in ("units", "hosts", "names")}
-            parts.append((facts, entry["units"], entry.get("names", [])))
+            parts.append((facts, entry.get("units", 0), entry.get("names", [])))
     return add_up(parts)

@@ -4,8 +4,8 @@ Works on what `compose` says of a run directory, or on lock files alone. One row
 the recipe or the lock (`recipe.train.lr`, `benchmark.acceptance_length`). Paths are compared by
 what lies there: two runs on the same prompts in other folders do not differ.
 
-Rows of the kind `beside` (machines, times, tokens per second) are shown and do not make two runs
-different: they are never the same twice.
+Rows of the kind `beside` (machines, tokens per second, how many jobs) are shown, marked ~, and do
+not make two runs different: they are never the same twice, or change no result.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ MISSING = "-"
 
 PATH_FIELDS = ("verifier.path", "template.chat_template", "benchmark.prompts")
 """Recipe fields that are compared as inputs, by content; so are sources.NAME.path."""
+
+
+MADE_ELSEWHERE = ("slurm", "notify", "container")
+"""Sections that say how jobs are made and who is told, and change no result."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ def _recipe(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
         yield Row("recipe", *(r or "known" for r in reasons), None)
         return
     for name in _names(one, two):
-        yield _row(f"recipe.{name}", one, two, name)
+        row = _row(f"recipe.{name}", one, two, name)
+        yield Row(**{**asdict(row), "beside": name.partition(".")[0] in MADE_ELSEWHERE})
 
 
 def flat_recipe(lock: dict[str, Any]) -> dict[str, Any] | None:
@@ -165,12 +170,18 @@ def _one_or_all(values: list[Any]) -> Any:
 # -- what came out ---------------------------------------------------------------------------------
 
 
+_PLANNED = {True: "by this recipe", False: "by an earlier recipe of the run"}
+
+
 def _results(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
     for name in STAGES:
         one, two = ((lock["stages"].get(name) or {}) for lock in (a, b))
         if {one.get("state"), two.get("state")} & {None, "not started", "skipped", "unknown"}:
             yield _state(name, one, two)
             continue
+        planned = [_PLANNED.get(stage.get("current")) for stage in (one, two)]
+        if planned != [_PLANNED[True]] * 2:
+            yield Row(f"{name}.planned", *planned, planned[0] == planned[1], beside=True)
         for key in ("state", "units", "done", "failed", "rejected", "samples", "tokens"):
             if key in one or key in two:
                 yield _row(f"{name}.{key}", one, two, key)

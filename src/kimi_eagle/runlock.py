@@ -21,8 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kimi_eagle import accepted, files, lock_inputs, lock_stages
+from kimi_eagle import accepted, files, lock_format, lock_inputs, lock_stages
 from kimi_eagle.errors import KimiEagleError, RunError, UsageError
+from kimi_eagle.lock_format import FORMAT
 from kimi_eagle.provenance import code, environment_lock
 from kimi_eagle.recipe import STAGES, Recipe, input_paths
 from kimi_eagle.rundir import RunDir
@@ -30,10 +31,10 @@ from kimi_eagle.rundir import RunDir
 if TYPE_CHECKING:
     from kimi_eagle.containers.pins import Image
 
-FORMAT = "lock/1"
 IMAGE_FORMAT = "run-image/1"
-HASH_BYTES = 4 << 30
-"""Bytes of inputs that a command reads at most, some 3 s; the stages' processes read the rest."""
+STAGE_BYTES = 1 << 30
+"""Bytes of inputs that a stage's process reads at most, within a second: it may be on its way out
+before a time limit. A command reads all, once (some 1.5 GB/s): later only what has changed."""
 
 LOCK_LABEL = "ai.kimi-eagle.lock-sha256"
 REVISION_LABEL = "org.opencontainers.image.revision"
@@ -117,9 +118,14 @@ def read(path: str | Path) -> dict[str, Any]:
             expected="a run directory with run.lock.json, or a copy of that file",
             fix="kimi-eagle run or submit writes it",
         )
-    found = _read_quietly(file)
-    if not found:
-        raise UsageError(f"not a lock of format {FORMAT}, or not whole", where=file)
+    try:
+        found = json.loads(file.read_bytes())
+    except OSError as e:
+        raise UsageError(f"cannot be read: {e.strerror}", where=file) from None
+    except (ValueError, RecursionError):
+        raise UsageError("not a lock: not whole JSON", where=file) from None
+    if why := lock_format.fault(found):
+        raise UsageError(f"not a lock: {why}", where=file, expected=f"format {FORMAT}")
     return found
 
 
@@ -127,17 +133,9 @@ def _read_quietly(path: Path) -> dict[str, Any]:
     """A whole lock, or {}."""
     try:
         found = files.read_json(path)
-    except OSError:
+    except (OSError, RecursionError):
         return {}
-    kinds = {"stages": dict, "inputs": dict, "paths": dict, "verifier": dict, "code": dict}
-    whole = (
-        isinstance(found, dict)
-        and found.get("format") == FORMAT
-        and isinstance(found.get("written"), int | float)
-        and all(isinstance(found.get(k), kind) for k, kind in kinds.items())
-        and all(isinstance(s, dict) for k in ("stages", "inputs") for s in found[k].values())
-    )
-    return found if whole else {}
+    return {} if lock_format.fault(found) else found
 
 
 def write(
@@ -145,8 +143,9 @@ def write(
 ) -> None:
     """Bring run.lock.json up to date; never fails, for no run should end because of its lock.
 
-    by: `command` (submit, run: notes which code the command line is, and asks Slurm's version),
-    `stage` (a stage's own process at its end), `accept` (inputs are left as they were noted).
+    by: `command` (submit, run: notes which code the command line is, asks Slurm's version, reads
+    inputs that are new), `stage` (a stage's own process at its end: leaves that to the command),
+    `accept` (inputs are left as they were noted).
     """
     try:
         for _ in range(3):
@@ -280,7 +279,7 @@ def _inputs(recipe: Any, before: dict[str, Any], by: str) -> dict[str, Any]:
     old, old_verifier = before.get("inputs") or {}, before.get("verifier") or {}
     if not isinstance(recipe, Recipe) or (by == "accept" and before):
         return {"inputs": old, "verifier": old_verifier}
-    limit = None if by == "stage" else HASH_BYTES
+    limit = STAGE_BYTES if by == "stage" else None
     found = lock_inputs.describe(recipe, old, before.get("written", 0.0), limit)
     same = _read_paths(before) if before else {}
     now = input_paths(recipe)

@@ -133,3 +133,22 @@ def test_reproduce_finds_the_image_and_knows_it_again(
     pins.lock(moved / "renamed.sif")
     assert look(image_file=str(moved / "renamed.sif")).verdict == "ok"
     assert look().note == str(moved / "renamed.sif")  # ./containers is looked through
+
+
+def test_units_of_two_images_are_no_one_image(run: RunDir, images: list[Path]) -> None:
+    one, two = (pins.verified(path) for path in images)
+    runlock.pin_image(run, two)
+    runlock.write(run)
+    lock = runlock.read(run.path)
+
+    def refused(*allow: str) -> list[tuple[str, str]]:
+        found = lock_checks.look(lock).refused(allow)
+        return [(c.what, c.then) for c in found if c.what.startswith("image")]
+
+    lock["code"]["ran"] = [{"image": f"sha256:{two.sha256}", "units": 3}]
+    assert refused() == []
+    lock["code"]["ran"].append({"image": f"sha256:{one.sha256}", "units": 1})
+    assert refused() == [("image of all units", f"sha256:{one.sha256}")]
+    assert refused("units") == []
+    lock["code"]["ran"][1] = {"units": 1}  # made before the run had an image
+    assert refused() == [("image of all units", "none")]
