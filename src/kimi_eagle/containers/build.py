@@ -232,6 +232,12 @@ def _step(report: BuildReport, name: str, say: Say) -> Iterator[None]:
 @contextlib.contextmanager
 def _workplace(folder: Path, room: int) -> Iterator[Path]:
     """A folder for what lies around during a build; gone at the end, whatever happens."""
+    if bad := sorted(set(",:\\") & set(str(folder))):  # of its temporary folder (1.4.5)
+        raise UsageError(
+            f"Apptainer cannot build in a folder with {bad[0]!r} in its path",
+            where=folder,
+            fix="build elsewhere and move the image",
+        )
     free = shutil.disk_usage(folder).free
     if free < room:
         raise RunError(

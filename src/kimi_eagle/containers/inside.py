@@ -25,6 +25,8 @@ from kimi_eagle.provenance import version
 HOME = Path(sys.prefix)
 """The environment of the image, /opt/kimi-eagle."""
 
+PACKAGE = Path(__file__).resolve().parents[1]
+
 PREFIX = "ai.kimi-eagle."
 
 
@@ -41,15 +43,19 @@ def source_files_digest(files: dict[str, bytes]) -> str:
     return total.hexdigest()
 
 
-def installed_source_digest() -> str:
-    """`source_files_digest` of the package as it is installed here."""
-    package = Path(__file__).resolve().parents[1]
+def source_digest(package: Path) -> str:
+    """`source_files_digest` of our package as it is installed in a folder."""
     files = [f for f in package.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
     return source_files_digest({str(f.relative_to(package.parent)): f.read_bytes() for f in files})
 
 
-def labels(flavour: str, facts: dict[str, str]) -> dict[str, str]:
-    """Every label of the image: the builder's facts and the versions found here."""
+def labels(flavour: str, facts: dict[str, str], package: Path = PACKAGE) -> dict[str, str]:
+    """Every label of the image: the builder's facts and the versions found here.
+
+    SystemExit where the installed package is not what the builder says went in.
+    """
+    if source_digest(package) != facts[PREFIX + "source-sha256"]:
+        raise SystemExit("error: the installed files of kimi-eagle are not those of the wheel")
     cuda, architectures = _cuda()
     found = {
         "flavour": flavour,
@@ -60,7 +66,6 @@ def labels(flavour: str, facts: dict[str, str]) -> dict[str, str]:
         "transformers": version("transformers"),
         "cuda": cuda,
         "cuda-arch": architectures,
-        "source-sha256": installed_source_digest(),
     }
     return facts | {PREFIX + name: value or "none" for name, value in found.items()}
 

@@ -97,7 +97,7 @@ def own_wheel(into: Path) -> Path:
 
 
 def source_digest(wheel: Path) -> str:
-    """What `inside.installed_source_digest` gives where this wheel is installed."""
+    """What `inside.source_digest` gives where this wheel is installed."""
     with zipfile.ZipFile(wheel) as archive:
         names = [n for n in archive.namelist() if n.startswith("kimi_eagle/") and n[-1] != "/"]
         return source_files_digest({n: archive.read(n) for n in names})
