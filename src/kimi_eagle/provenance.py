@@ -62,7 +62,7 @@ def provenance() -> dict[str, Any]:
 def code() -> dict[str, Any]:
     """Which code this process is: version, commit, what a changed checkout changes (its digest).
 
-    source: sha256 over the package's own files, equal for equal code whatever else has changed.
+    source: sha256 over the package's Python files, equal for equal code whatever else has changed.
     """
     return {
         "kimi_eagle": kimi_eagle.__version__,
@@ -73,12 +73,15 @@ def code() -> dict[str, Any]:
 
 
 def _source() -> str | None:
-    from kimi_eagle.containers.inside import installed_source_digest
-
+    """Of the Python files: a checkout and a wheel made from it have the same."""
+    package, total = Path(kimi_eagle.__file__).resolve().parent, hashlib.sha256()
     try:
-        return installed_source_digest()
+        for path in sorted(package.rglob("*.py")):
+            name = path.relative_to(package).as_posix()
+            total.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n".encode())
     except OSError:
         return None
+    return total.hexdigest()
 
 
 @functools.cache
