@@ -20,7 +20,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kimi_eagle import files
-from kimi_eagle.containers import hashcache, lockfile, pins, sif
+from kimi_eagle.containers import children, hashcache, lockfile, pins, sif
 from kimi_eagle.containers.hashcache import Progress
 from kimi_eagle.errors import RunError, UsageError
 
@@ -38,6 +37,8 @@ COMPRESSION = ("-comp", "zstd", "-Xcompression-level", "3")
 
 _REMOTE = re.compile(r"(docker|library|oras|shub|https?|docker-daemon|ipfs)://.|docker-daemon:.")
 _LOCAL = re.compile(r"(docker-archive|oci-archive|oci|localimage|sandbox|dir):(//)?(?P<file>.+)")
+_PLAIN = re.compile(r"[A-Za-z0-9_./@+-]+")
+"""Paths that Apptainer can unpack in: below others it loses the labels, with exit code 0."""
 _BROKEN = (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 _BLOCK = 4 << 20
 
@@ -169,7 +170,7 @@ def _exists(target: Path) -> UsageError:
 @contextlib.contextmanager
 def _workshop(target: Path) -> Iterator[Path]:
     """A folder on the disk of `target` that is gone afterwards."""
-    work = files.temporary_name(target.with_name(target.name[:64]))
+    work = files.temporary_name(target.with_name("import"))
     try:
         work.mkdir(mode=0o755)
     except OSError as e:
@@ -177,11 +178,12 @@ def _workshop(target: Path) -> Iterator[Path]:
             f"cannot be written: {e.strerror}", where=target.parent, fix="-o FILE elsewhere"
         ) from None
     try:
-        yield work
+        with children.ends_like_ctrl_c():
+            yield work
     except OSError as e:
         raise RunError(f"not imported: {e.strerror or e}", where=e.filename or target) from None
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        children.remove(work)
 
 
 def _copy(origin: Path, made: Path, progress: Progress | None) -> str:
@@ -190,7 +192,9 @@ def _copy(origin: Path, made: Path, progress: Progress | None) -> str:
     state = hashlib.sha256()
     with sif.open_image(origin) as source, open(made, "xb") as copy:
         before = hashcache.line_of(os.fstat(source.fileno()))
-        while block := source.read(_BLOCK):
+        left = os.fstat(source.fileno()).st_size
+        while left >= 0 and (block := source.read(_BLOCK)):  # it may grow for ever
+            left -= len(block)
             state.update(block)
             copy.write(block)
             if progress:
@@ -212,13 +216,12 @@ def _build(kind: str, origin: Path, work: Path) -> None:
     kind, plain = _prepared(kind, origin, work)
     argv = [program, "build", "--disable-cache", "--mksquashfs-args", " ".join(COMPRESSION)]
     argv += ["image.sif", plain if kind == "sandbox" else f"{kind}:{plain}"]
-    # HOME may be full or nobody's to write; Apptainer wants one to write.
+    # HOME may be full or nobody's to write, and /tmp too small for the unpacked image.
     env = sif.clean_env() | {"HOME": str(work), "APPTAINER_CONFIGDIR": str(work / "config")}
-    done = subprocess.run(
-        argv, cwd=work, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        errors="replace",
-    )  # fmt: skip
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if _PLAIN.fullmatch(str(work)):
+        env.setdefault("APPTAINER_TMPDIR", str(work))
+    code, said = children.run(argv, work / "log", cwd=work, env=env)
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     left_out = [line for line in lines if "level=error" in line]
     if kind == "sandbox" and left_out:
         raise RunError(
@@ -226,9 +229,9 @@ def _build(kind: str, origin: Path, work: Path) -> None:
             where=origin,
             fix="import it as the user who made it",
         )
-    if done.returncode or not (work / "image.sif").is_file():
+    if code or not (work / "image.sif").is_file():
         fatal = [line for line in lines if line.startswith("FATAL")] or lines[-1:]
-        fix = "export APPTAINER_TMPDIR=FOLDER with space" if "no space" in done.stderr else ""
+        fix = "export APPTAINER_TMPDIR=FOLDER with space" if "no space" in said else ""
         raise RunError(f"apptainer build: {' '.join(fatal)}", where=origin, fix=fix)
 
 
