@@ -123,6 +123,8 @@ def reproduce(
             print_json({**result, "run": str(recipe_path.parent), **jobs})
         else:
             click.echo(f"{len(jobs['submitted'])} jobs submitted for {place}")
+            if until != STAGES[-1]:
+                click.echo(f"they do all stages; the first run has results up to {until}")
             click.echo(f"when they are done: kimi-eagle diff {run_path} {place}")
         return
     if not as_json:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -331,7 +332,8 @@ def _slurm() -> str | None:
         done = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip().removeprefix("slurm ") or None
+    found = re.search(r"\d+\.\S+", done.stdout)  # `slurm 24.11.5`, `slurm-wlm 22.05.8`
+    return found[0] if found else None
 
 
 def _times(stages: dict[str, Any]) -> dict[str, Any]:
