@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ def _recipe(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
         return
     for name in _names(one, two):
         row = _row(f"recipe.{name}", one, two, name)
-        yield Row(**{**asdict(row), "beside": name.partition(".")[0] in MADE_ELSEWHERE})
+        yield replace(row, beside=name.partition(".")[0] in MADE_ELSEWHERE)
 
 
 def flat_recipe(lock: dict[str, Any]) -> dict[str, Any] | None:
@@ -159,7 +159,7 @@ def _made_of(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
         row = _row(name, one, two, name)
         # The commit may differ by a text or a test, which no run is made of.
         beside = same_code and name in ("code.commit", "code.dirty")
-        yield Row(**{**asdict(row), "beside": beside or name.startswith("image.labels.")})
+        yield replace(row, beside=beside or name.startswith("image.labels."))
 
 
 def _one_or_all(values: list[Any]) -> Any:
@@ -189,7 +189,7 @@ def _results(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
             if one.get(key) or two.get(key):
                 note = _which(one, two) if key == "result_digest" else ""
                 row = _row(f"{name}.{key}", one, two, key)
-                yield Row(**{**asdict(row), "note": note if not row.same else ""})
+                yield replace(row, note=note if not row.same else "")
         ones, twos = _figures(one), _figures(two)
         for key in _names(ones, twos):
             yield _row(f"{name}.{key}", ones, twos, key)
@@ -245,7 +245,7 @@ def _speed(one: dict[str, Any], two: dict[str, Any]) -> Iterator[Row]:
         _flatten((stage.get("benchmark") or {}).get("speed") or {}, "", into)
     for name in _names(*found):
         row = _row(f"benchmark{name}", *found, name)
-        yield Row(**{**asdict(row), "beside": True})
+        yield replace(row, beside=True)
 
 
 def _beside(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
@@ -261,7 +261,7 @@ def _beside(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
                 into[f"accepted.{about}"] = accepted.get("reason")
     for name in _names(*found):
         row = _row(name, *found, name)
-        yield Row(**{**asdict(row), "beside": True})
+        yield replace(row, beside=True)
 
 
 def machine_text(machine: dict[str, Any]) -> str:
