@@ -46,6 +46,11 @@ def _lock_options(command: Any) -> Any:
 @click.option("-o", "--out", type=_PATH, help="File to write [default: kimi-eagle-FLAVOUR.sif].")
 @click.option("--site", "site_name", help="Build as a Slurm job of this site, not here.")
 @click.option("--base", help="BOOTSTRAP:FROM to build on, such as localimage:base.sif.")
+@click.option(
+    "--build-arg", "build_args", multiple=True, metavar="NAME=VALUE",
+    help="An argument of the definition, such as a mirror.",
+)  # fmt: skip
+@click.option("--workdir", type=_PATH, help="Folder with room to unpack [default: beside --out].")
 @_lock_options
 @json_option
 def image_build(
@@ -53,6 +58,8 @@ def image_build(
     out: str | None,
     site_name: str | None,
     base: str | None,
+    build_args: tuple[str, ...],
+    workdir: str | None,
     name: str | None,
     into: str | None,
     replace: bool,
@@ -71,16 +78,14 @@ def image_build(
 
     if base is not None and not all(base.partition(":")):
         raise click.BadParameter("expected BOOTSTRAP:FROM", param_hint="--base")
-    target = (
-        Path(out).expanduser().absolute()
-        if out
-        else _default_folder() / f"kimi-eagle-{flavour}.sif"
-    )
+    if odd := [text for text in build_args if not text.partition("=")[1]]:
+        raise click.BadParameter(f"expected NAME=VALUE, not {odd[0]!r}", param_hint="--build-arg")
+    target = (_path(out) or _default_folder() / f"kimi-eagle-{flavour}.sif").absolute()
     folder = _path(into) or target.parent
     if not replace:  # before minutes of work; no two builds are equal
         lockfile.refuse_other(folder / lockfile.NAME, pins.entry_name(target, name), None)
     if site_name:
-        if base or name or into or replace:
+        if base or build_args or workdir or name or into or replace:
             raise click.UsageError("with --site only --flavour and -o")
         from kimi_eagle.site import load_site
 
@@ -92,8 +97,15 @@ def image_build(
         return
     said = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
     with said:
-        parts = tuple(base.split(":", 1)) if base else None
-        report = room.build(flavour, target, base=parts, replace=replace)
+        bootstrap, _, origin = (base or "").partition(":")
+        report = room.build(
+            flavour,
+            target,
+            base=(bootstrap, origin) if base else None,
+            build_args=dict(text.split("=", 1) for text in build_args),
+            workdir=_path(workdir),
+            replace=replace,
+        )
         made = pins.lock(report.path, name=name, into=_path(into), replace=replace)
     _tell_locked(made, folder, as_json, seconds=report.seconds)
 
