@@ -139,7 +139,10 @@ def image_import(
     from pathlib import Path
 
     from kimi_eagle.containers.importing import import_image
+    from kimi_eagle.errors import UsageError
 
+    if out and out.endswith("/") and not Path(out).expanduser().is_dir():
+        raise UsageError("no such folder", where=out, fix="mkdir -p it, or name a file")
     with _bar("read", None if as_json else 0) as progress:
         made = import_image(
             source,
@@ -246,7 +249,10 @@ def image_show(image_name: str, as_json: bool) -> None:
         jobs = "ok"
     except UsageError as e:
         jobs = e.what
-    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(header.created))
+    try:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(header.created))
+    except (OverflowError, ValueError, OSError):
+        created = f"{header.created:.0f} s after 1970"  # no date: made by a machine or a joker
     shown = {
         "file": found.path,
         "bytes": found.bytes,
@@ -343,7 +349,9 @@ def _tell_locked(made: Image, folder: Path, as_json: bool, **more: Any) -> None:
     if as_json:
         print_json({**made.as_json(), "lock": str(lock), "unfit": why.what if why else "", **more})
         return
-    click.echo(f"{_shown(made.path)}\nsha256:{made.sha256}\npinned as {made.name} in {lock}")
+    click.echo(
+        f"{_shown(made.path)}\nsha256:{made.sha256}\npinned as {made.name} in {_shown(lock)}"
+    )
     if lock.resolve() not in [path.resolve() for path in pins.lock_files(made.path)]:
         click.echo("note: jobs do not look for pins in that folder")
     if why:

@@ -22,7 +22,8 @@ def ends_like_ctrl_c() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, stop) for n in numbers}  # not HUP under nohup
     try:
         yield
     finally:

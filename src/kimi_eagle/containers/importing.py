@@ -66,8 +66,15 @@ def import_image(
     entry = pins.entry_name(target, name)
     folder = into.expanduser() if into else Path(os.path.realpath(target.parent))
     lock_file = folder / lockfile.NAME
+    lockfile.read(lock_file)  # damage is said before minutes of work
     if not replace and kind != "sif":  # what is built is never the same twice
         lockfile.refuse_other(lock_file, entry, None)
+    if folder.exists() and not os.access(folder, os.W_OK):
+        raise UsageError(
+            "the lock file cannot be written",
+            where=folder,
+            fix="--into ~/.config/kimi-eagle, or another folder of your own",
+        )
     with _workshop(target) as work:
         made = work / "image.sif"
         say(f"{'copy' if kind == 'sif' else 'build'} from {kind}: {origin}")
@@ -85,7 +92,11 @@ def import_image(
             lockfile.refuse_other(lock_file, entry, read_back)
         if not files.link_exclusive(made, target):
             raise _exists(target)
-    return pins.lock(target, name=name, into=into, replace=replace, sha256=read_back)
+    try:
+        return pins.lock(target, name=name, into=into, replace=replace, sha256=read_back)
+    except BaseException:
+        target.unlink()
+        raise
 
 
 def kind_of(path: Path) -> str:

@@ -9,6 +9,7 @@ hand; so it is read with suspicion, and what this version does not know is writt
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -58,6 +59,10 @@ def add(lock: Path, entry: Entry, *, replace: bool) -> None:
 
     UsageError where the name stands for another sha256 and `replace` is not set.
     """
+    if (old := read(lock).get(entry.name)) and dataclasses.replace(old, locked="") == (
+        dataclasses.replace(entry, locked="")
+    ):
+        return  # as it stands, and git sees no change
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock = lock.resolve()  # a link stays one
@@ -68,7 +73,10 @@ def add(lock: Path, entry: Entry, *, replace: bool) -> None:
             fields = ("file", "sha256", "bytes", "sif_id", "arch", "labels", "locked")
             document["images"][entry.name] = {name: getattr(entry, name) for name in fields}
             text = json.dumps(document, indent=1, sort_keys=True)
+            mode = stat.S_IMODE(lock.stat().st_mode) if lock.exists() else None
             files.write_atomic(lock, text + "\n")
+            if mode is not None:  # others can still read what they could
+                lock.chmod(mode)
     except OSError as e:
         raise UsageError(
             f"the lock file cannot be written: {e.strerror or e}",

@@ -166,9 +166,14 @@ def _arch(code: bytes) -> str:
 def _labels_of(metadata: bytes, path: object) -> dict[str, str]:
     try:
         attributes = json.loads(metadata)["data"]["attributes"]
-        return {str(k): str(v) for k, v in (attributes.get("labels") or {}).items()}
+        return {_text(k): _text(v) for k, v in (attributes.get("labels") or {}).items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise _damaged(path, f"its {METADATA} cannot be read") from None
+
+
+def _text(value: Any) -> str:
+    """Half of a surrogate pair, which JSON can hold and no file can, becomes a question mark."""
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def _inspected(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -180,7 +185,10 @@ def _inspected(path: str | os.PathLike[str]) -> dict[str, str]:
             fix="module load apptainer, or kimi-eagle image import it on a machine that has it",
         )
     argv = [program, "inspect", "--json", "--labels", os.path.abspath(path)]
-    done = subprocess.run(argv, capture_output=True, env=clean_env(), timeout=300)
+    try:
+        done = subprocess.run(argv, capture_output=True, env=clean_env(), timeout=300)
+    except subprocess.TimeoutExpired:
+        raise UsageError("apptainer inspect does not answer", where=path) from None
     if done.returncode:
         said: Any = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no reason"]
         raise UsageError(f"apptainer inspect failed: {said[-1]}", where=path)
