@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -172,6 +173,18 @@ def test_a_rebuilt_image(own: Path, tmp_path: Path) -> None:
     refused(own, "not the file that is pinned")
     pins.lock(own, replace=True)
     assert pins.verified(own).name == "own"
+
+
+def test_the_fix_mends_it(own: Path, tmp_path: Path) -> None:
+    """Whatever the entry is called and wherever it stands."""
+    pins.lock(own, name="my image", into=tmp_path / "containers")
+    patch(own, own.stat().st_size - 100, b"\xee")
+    fix = refused(own, "not the file that is pinned as 'my image'").rpartition("is meant, ")[2]
+    words = shlex.split(fix)
+    assert words[:2] == ["kimi-eagle", "image"]
+    done = subprocess.run([sys.executable, "-m", "kimi_eagle", *words[1:]], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert pins.verified(own).name == "my image"
 
 
 def test_without_our_labels(plain: Path, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def locked_at(sha256: str, files: list[Path]) -> list[lockfile.Entry]:
 
 def look(path: str | os.PathLike[str]) -> tuple[os.stat_result, Image]:
     """What can be seen without reading all of the file; name and sha256 are empty still."""
-    header = sif.read_header(path)  # refuses all that is no image
+    sif.open_image(path).close()  # refuses what is no file before it is resolved
     real = os.path.realpath(path)
     seen = os.stat(real)
     header = sif.read_header(real)
@@ -219,14 +219,7 @@ def _pinned(
     if match := [e for e in claims or entries if e.sha256 == digest]:
         return dataclasses.replace(image, name=match[0].name, sha256=digest)
     if claims:
-        size = "" if claims[0].bytes == image.bytes else f" and {claims[0].bytes} bytes"
-        raise UsageError(
-            f"not the file that is pinned as {claims[0].name!r}: sha256:{digest}, "
-            f"{image.bytes} bytes",
-            where=image.path,
-            expected=f"sha256:{claims[0].sha256}{size} as {claims[0].lock} says",
-            fix=f"take the right file again, or, if the change is meant, {command} --replace",
-        )
+        raise _another(image, digest, claims[0], command)
     raise _in_no_lock(image, locks, command)
 
 
@@ -241,6 +234,20 @@ def _claims(path: str, entries: list[lockfile.Entry]) -> list[lockfile.Entry]:
     by_name = [e for e in entries if os.path.basename(e.file) == base or e.name == Path(base).stem]
     claims = by_path or by_name
     return [e for e in claims if e.lock == claims[0].lock]
+
+
+def _another(image: Image, digest: str, wanted: lockfile.Entry, command: str) -> UsageError:
+    if wanted.name != Path(image.path).stem:
+        command += f" --name {shlex.quote(wanted.name)}"
+    if (folder := str(wanted.lock.parent)) != os.path.dirname(image.path):
+        command += f" --into {shlex.quote(folder)}"
+    size = "" if wanted.bytes == image.bytes else f" and {wanted.bytes} bytes"
+    return UsageError(
+        f"not the file that is pinned as {wanted.name!r}: sha256:{digest}, {image.bytes} bytes",
+        where=image.path,
+        expected=f"sha256:{wanted.sha256}{size} as {wanted.lock} says",
+        fix=f"take the right file again, or, if the change is meant, {command} --replace",
+    )
 
 
 def _in_no_lock(image: Image, locks: list[Path], command: str) -> UsageError:
