@@ -134,7 +134,7 @@ def _fetched(lock: Path, python: Path) -> list[Path]:
     """The wheels of a lock, as the bundle's Python would choose them on the oldest libc."""
     program = _program(python)
     key = hashlib.sha256(lock.read_bytes() + program.name.encode()).hexdigest()[:16]
-    folder = wheels.cache() / "wheels" / f"{program.name}-{key}"
+    folder = wheels.cache() / "wheels" / f"bundle-{key}"
     with wheels.exclusive(folder.with_suffix(".busy")):
         if not folder.is_dir():
             _fetch(lock, program, folder)

@@ -8,8 +8,11 @@
 #   DIR/lib/kimi-eagle/current         link to the one in use: the only thing that an upgrade changes
 #   DIR/bin/kimi-eagle                 link to the start script in there
 #   DIR/share/kimi-eagle               jobs, sites, containers (links), model, images (by digest)
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 umask 022 # for all users of a shared file system
+unset CDPATH TAR_OPTIONS ENV BASH_ENV
+export LC_ALL=C # messages are read below
 
 help() {
     cat <<'HELP'
@@ -75,7 +78,7 @@ check_machine() { # architecture, libc
 check_bundle() { # every file against MANIFEST
     local said
     [ -s "$bundle/MANIFEST" ] || stop "$bundle: no MANIFEST: cut short; fix: unpack or copy it again"
-    said=$(cd "$bundle" && LC_ALL=C sha256sum --check --strict --quiet MANIFEST 2>&1) || stop \
+    said=$(cd "$bundle" && sha256sum --check --strict --quiet MANIFEST 2>&1) || stop \
         "$bundle: damaged: $(head -n 1 <<<"${said#sha256sum: }"); expected what MANIFEST says;" \
         "fix: unpack or copy the bundle again"
     said=$(wc -l <"$bundle/MANIFEST")
@@ -85,18 +88,22 @@ check_bundle() { # every file against MANIFEST
 
 make_folders() { # everything of ours below the prefix, and a place to work
     local path said
+    said=$(mkdir -p -- "$prefix" 2>&1) ||
+        stop "$(last "${said#mkdir: }"); expected a folder to write into; fix: another --prefix"
+    prefix=$(cd -L -- "$prefix" && pwd -L) || stop "$prefix: cannot be entered"
+    versions=$prefix/lib/kimi-eagle share=$prefix/share/kimi-eagle
     for path in "$prefix/bin/kimi-eagle" "$prefix/lib/kimi-eagle/current" \
         "$share"/{jobs,sites,containers}; do
         [ ! -e "$path" ] || [ -L "$path" ] || stop "$path: is there and not ours; expected" \
             "nothing or a link of an earlier installation; fix: another --prefix, or move it away"
     done
-    said=$(LC_ALL=C mkdir -p -- "$prefix/bin" "$versions" "$share" 2>&1) ||
+    said=$(mkdir -p -- "$prefix/bin" "$versions" "$share" 2>&1) ||
         stop "$(last "${said#mkdir: }"); expected a folder to write into; fix: another --prefix"
     for path in "$prefix/bin" "$versions" "$share"; do
         [ -w "$path" ] || stop "$path: cannot be written; fix: another --prefix, or ask its owner"
     done
     work=$versions/.new-$host-$$ tree=$work/tree
-    said=$(LC_ALL=C mkdir -p -- "$tree" "$work/home" 2>&1) ||
+    said=$(mkdir -p -- "$tree" "$work/home" 2>&1) ||
         stop "$(last "${said#mkdir: }"); fix: another --prefix"
     trap 'rm -rf -- "$work"' EXIT
     trap 'exit 130' INT
@@ -118,46 +125,43 @@ sweep() { # what killed installations left; one at work on this or another machi
 
 room() { # MEGABYTES: are they free where we work?
     local free
-    free=$(LC_ALL=C df --output=avail -B 1048576 -- "$versions" 2>/dev/null) || return 0
+    free=$(df --output=avail -B 1048576 -- "$versions" 2>/dev/null) || return 0
     free=${free##*[!0-9]}
     [ -z "$free" ] || [ "$free" -ge "$1" ] ||
         stop "$prefix: $free MB free; expected $1 MB; fix: free some, or another --prefix"
 }
 
 run_python() { # ARGUMENTS...: the new Python, apart from whatever the user has set up
-    local name
     (
-        for name in "${!PYTHON@}" "${!LD_@}" "${!PIP_@}"; do
-            case $name in
-                PIP_*) [ "$offline" = 0 ] && case $name in PIP_TARGET | PIP_PREFIX | PIP_ROOT | \
-                    PIP_USER | PIP_REQUIRE_VIRTUALENV | PIP_LOG | PIP_DRY_RUN) ;; *) continue ;; esac ;;
-            esac
-            unset "$name"
-        done
-        [ "$offline" = 0 ] || export PIP_CONFIG_FILE=/dev/null HOME="$work/home"
-        export TMPDIR="$work/home" LC_ALL=C.UTF-8 PYTHONNOUSERSITE=1
-        exec "$tree/bin/${fact[python]}" -I -B "$@"
-    ) 2>&1
+        unset "${!PYTHON@}" "${!LD_@}" PIP_TARGET PIP_PREFIX PIP_ROOT PIP_USER PIP_DRY_RUN PIP_LOG
+        unset PIP_REQUIRE_VIRTUALENV PIP_CACHE_DIR PIP_BREAK_SYSTEM_PACKAGES PIP_REPORT
+        if [ "$offline" = 1 ]; then
+            unset "${!PIP_@}"
+            export PIP_CONFIG_FILE=/dev/null HOME="$work/home"
+        fi
+        exec env TMPDIR="$work/home" LC_ALL=C.UTF-8 PYTHONNOUSERSITE=1 \
+            "$tree/bin/${fact[python]}" -I -B "$@"
+    )
 }
 pip_install() { # LOCK ARGUMENTS...
     local said lock=$1
     shift
     said=$(run_python -m pip install --quiet --no-input --no-deps --require-hashes --no-compile \
         --only-binary=:all: --no-cache-dir --disable-pip-version-check --no-warn-script-location \
-        --root-user-action=ignore --ignore-installed "$@" -r "$bundle/locks/$lock.lock") ||
+        --root-user-action=ignore --ignore-installed "$@" -r "$bundle/locks/$lock.lock" 2>&1) ||
         stop "packages of locks/$lock.lock could not be installed: $(last "$said")$(full)"
 }
 full() { # a hint where the file system has run full meanwhile
     local free
-    free=$(LC_ALL=C df --output=avail -B 1048576 -- "$versions" 2>/dev/null) || return 0
+    free=$(df --output=avail -B 1048576 -- "$versions" 2>/dev/null) || return 0
     [ "${free##*[!0-9]}" -ge 8 ] 2>/dev/null || printf '; %s is full; fix: free some space' "$prefix"
 }
 
 build() { # the version, complete, in $tree
     local said packages
-    said=$(LC_ALL=C tar -xf "$bundle/python.tar" -C "$tree" --no-same-owner 2>&1) ||
+    said=$(tar -xf "$bundle/python.tar" -C "$tree" --no-same-owner 2>&1) ||
         stop "Python could not be unpacked into $tree: $(last "$said")$(full)"
-    said=$(run_python -c 'import ssl, sqlite3, ctypes, lzma, bz2, zlib') ||
+    said=$(run_python -c 'import ssl, sqlite3, ctypes, lzma, bz2, zlib' 2>&1) ||
         stop "programs do not run from $prefix: $(last "$said"); fix: a --prefix on a file system" \
             "without noexec"
     if [ "$offline" = 1 ]; then
@@ -166,25 +170,31 @@ build() { # the version, complete, in $tree
         pip_install base
     fi
     pip_install package --no-index --find-links "$bundle/wheels"
-    packages=$(run_python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || stop "$packages"
-    for said in "$tree"/bin/*; do # pip's start scripts hold this folder's name; ours does not
-        case ${said##*/} in python3 | "${fact[python]}") ;; *) rm -f -- "$said" ;; esac
-    done
-    mkdir -p "$tree/libexec" "$tree/share/containers/locks"
-    printf '%s\n' "$program" >"$tree/libexec/kimi-eagle"
-    start_script >"$tree/bin/kimi-eagle"
-    chmod 755 "$tree/bin/kimi-eagle"
-    cp -R "$packages/kimi_eagle/_jobs" "$tree/share/jobs"
-    cp -R "$packages/kimi_eagle/_slurm/sites" "$tree/share/sites"
-    cp "$bundle/locks"/*.lock "$tree/share/containers/locks"
-    cp "$bundle"/install*.sh "$tree/share/containers"
+    packages=$(run_python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') ||
+        stop "the new Python does not know its folders"
+    said=$(lay_out "$packages" 2>&1) || stop "$tree: could not be written: $(last "$said")$(full)"
     # Byte code that stays right when a copy changes the times of files. Some packages hold files
     # that are no Python of this version, by intent; what matters is imported below.
-    run_python -m compileall -q -j 4 --invalidation-mode unchecked-hash "$packages" >/dev/null || :
-    said=$(run_python -c "$import_all") || stop "an installed package does not work: $(last "$said")$(full)"
+    run_python -m compileall -q -f -j 4 --invalidation-mode unchecked-hash "$packages" \
+        >/dev/null 2>&1 || :
+    said=$(run_python -c "$import_all" 2>&1) ||
+        stop "an installed package does not work: $(last "$said")$(full)"
     said=$("$tree/bin/kimi-eagle" --version 2>&1) || stop "kimi-eagle does not start: $(last "$said")"
-    said=$(run_python -c "$list_files" "$tree") || stop "$(last "$said")$(full)"
+    said=$(run_python -c "$list_files" "$tree" 2>&1) || stop "$(last "$said")$(full)"
     sync -f "$tree" 2>/dev/null || sync
+}
+lay_out() { # PACKAGES: what lies beside Python and its packages
+    local file
+    for file in "$tree"/bin/*; do # pip's start scripts hold this folder's name; ours does not
+        case ${file##*/} in python3 | "${fact[python]}") ;; *) rm -f -- "$file" ;; esac
+    done
+    mkdir -p "$tree/libexec" "$tree/share/containers/locks" &&
+        printf '%s\n' "$program" >"$tree/libexec/kimi-eagle" &&
+        start_script >"$tree/bin/kimi-eagle" && chmod 755 "$tree/bin/kimi-eagle" &&
+        cp -R "$1/kimi_eagle/_jobs" "$tree/share/jobs" &&
+        cp -R "$1/kimi_eagle/_slurm/sites" "$tree/share/sites" &&
+        cp "$bundle/locks"/*.lock "$tree/share/containers/locks" &&
+        cp "$bundle"/install*.sh "$tree/share/containers"
 }
 # Every top-level module of every package, so that a library that the machine lacks shows here.
 import_all='
@@ -219,12 +229,11 @@ start_script() { # what DIR/bin/kimi-eagle is
 # The version is settled here, so that an upgrade leaves what runs alone. Links above the prefix
 # are left as they are: another machine may reach it by that name only.
 me=\$0
-case \$me in */*) ;; *) me=\$(command -v -- "\$me") ;; esac
+case \$me in */*) ;; *) me=./\$me ;; esac
 while [ -L "\$me" ]; do
     to=\$(readlink -- "\$me")
     case \$to in /*) me=\$to ;; *) me=\${me%/*}/\$to ;; esac
 done
-case \$me in /*) ;; *) me=./\$me ;; esac
 root=\$(unset CDPATH; cd -L -- "\${me%/*}/.." && pwd -L) || exit 1
 if [ -L "\$root" ]; then root=\${root%/*}/\$(readlink -- "\$root"); fi
 # Also for the Pythons that it starts: nothing of the user's, of the working directory's or of
@@ -244,20 +253,22 @@ sys.exit(main())' # what it starts; the name of its file is the one that --help 
 
 intact() { # FOLDER: a version as it was installed
     [ -s "$1/files.sha256" ] && [ -x "$1/bin/kimi-eagle" ] && [ -x "$1/bin/${fact[python]}" ] &&
-        (cd "$1" && LC_ALL=C sha256sum --check --strict --status files.sha256) 2>/dev/null
+        (cd "$1" && sha256sum --check --strict --status files.sha256) 2>/dev/null
 }
 
 put_in_place() { # FOLDER: what was built; a damaged one of that name goes
     local old=$versions/.old-$host-$$
-    [ ! -d "$1" ] || mv -T -- "$1" "$old" || stop "$1: damaged, and could not be moved away"
-    mv -T -- "$tree" "$1" 2>/dev/null || [ -d "$1" ] || stop "$1: could not be made" # somebody else's is as good
+    [ ! -d "$1" ] || mv -T -- "$1" "$old" 2>/dev/null ||
+        stop "$1: damaged, and cannot be moved away; fix: ask its owner to remove it"
+    # Where another installation was faster, its folder is as good.
+    mv -T -- "$tree" "$1" 2>/dev/null || [ -d "$1" ] || stop "$1: could not be made"
     rm -rf -- "$old"
 }
 
 link() { # TARGET NAME: a link, replaced in one step
-    local temporary=${2%/*}/.new-${2##*/}-$$
-    ln -s -- "$1" "$temporary" || stop "$2: the link could not be made"
-    mv -fT -- "$temporary" "$2" || stop "$2: the link could not be put in place"
+    local said
+    said=$(ln -sfn -- "$1" "$work/link" 2>&1 && mv -fT -- "$work/link" "$2" 2>&1) ||
+        stop "$2: the link could not be made: $(last "$said")$(full)"
 }
 
 big_files() { # model and images, as the bundle has them; one that is there is compared, not copied
@@ -269,9 +280,10 @@ big_files() { # model and images, as the bundle has them; one that is there is c
             continue
         fi
         say "copying $name"
-        { mkdir -p -- "${target%/*}" && cp --reflink=auto -- "$bundle/$name" "$work/big" &&
-            { sync -f "$work/big" 2>/dev/null || sync; } && mv -fT -- "$work/big" "$target"; } 2>"$work/said" ||
-            stop "$target: could not be written: $(last "$(<"$work/said")")$(full)"
+        said=$(mkdir -p -- "${target%/*}" 2>&1 && cp --reflink=auto -- "$bundle/$name" "$work/big" 2>&1) ||
+            stop "$target: could not be written: $(last "$said")$(full)"
+        sync -f "$work/big" 2>/dev/null || sync
+        mv -fT -- "$work/big" "$target" || stop "$target: could not be put in place"
     done <"$bundle/MANIFEST"
 }
 
@@ -279,8 +291,12 @@ others() { # older versions: say so, or remove them
     local path count=0
     for path in "$versions"/*/; do
         path=${path%/}
-        [ -L "$path" ] || [ "${path##*/}" = "${fact[id]}" ] && continue
-        if [ "$prune" = 1 ]; then rm -rf -- "$path" && say "removed ${path##*/}"; else count=$((count + 1)); fi
+        if [ -L "$path" ] || [ "${path##*/}" = "${fact[id]}" ]; then continue; fi
+        if [ "$prune" = 0 ]; then
+            count=$((count + 1))
+        else
+            rm -rf -- "$path" && say "removed ${path##*/}"
+        fi
     done
     [ "$count" = 0 ] || say "$count older version(s) kept for jobs in the queue; to remove: --prune"
 }
@@ -323,12 +339,12 @@ main() { # all in functions: a script cut short does nothing
     case $prefix in *:* | *$'\n'*) wrong "--prefix '$prefix' has a colon or a line end in it, which" \
         "PATH cannot hold; fix: another folder" ;; esac
     [ ! -e "$prefix" ] || [ -d "$prefix" ] || wrong "$prefix: is no folder; fix: another --prefix"
-    versions=$prefix/lib/kimi-eagle share=$prefix/share/kimi-eagle host=${HOSTNAME:-$(uname -n)}
+    host=${HOSTNAME:-$(uname -n)}
     for said in tar sha256sum; do
         command -v "$said" >/dev/null || stop "no program '$said'; expected bash, tar and coreutils"
     done
 
-    here=$(unset CDPATH; cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+    here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
     if [ -z "$bundle" ]; then
         bundle=$here
         found=("$here"/kimi-eagle-*-linux-*.tar)
@@ -338,12 +354,12 @@ main() { # all in functions: a script cut short does nothing
         fi
     fi
     [ -e "$bundle" ] || wrong "$bundle: no such bundle"
-    bundle=$(unset CDPATH; cd -- "$(dirname -- "$bundle")" && pwd)/$(basename -- "$bundle")
+    bundle=$(cd -- "$(dirname -- "$bundle")" && pwd)/$(basename -- "$bundle")
     if [ -f "$bundle" ]; then
         make_folders
         room $(($(stat -c %s -- "$bundle") >> 20))
         mkdir "$work/bundle"
-        said=$(LC_ALL=C tar -xf "$bundle" -C "$work/bundle" --strip-components=1 --no-same-owner 2>&1) ||
+        said=$(tar -xf "$bundle" -C "$work/bundle" --strip-components=1 --no-same-owner 2>&1) ||
             stop "$bundle: could not be unpacked: $(last "$said")$(full)"
         bundle=$work/bundle
     fi

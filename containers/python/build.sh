@@ -29,6 +29,8 @@ quietly() { # COMMAND...: its output only when it fails
     "$@" >"$work/log" 2>&1 || { tail -5 "$work/log" >&2; stop "failed: ${*:0:6}"; }
 }
 hand_over() { # FILE
+    touch "$1"
+    find "$cache" -name '*.tar' -mtime +60 -delete
     if [ -n "$out" ]; then cp "$1" "$out.tmp" && mv "$out.tmp" "$out"; fi
     echo "${out:-$1}"
 }
@@ -44,6 +46,9 @@ source_now() { # "URI NAME SIZE SHA256:..." a line; nothing where no mirror answ
 }
 
 [ "$(uname -sm)" = "Linux x86_64" ] || stop "this is $(uname -sm); built is for Linux x86_64"
+mkdir -p "$cache"
+exec 9>"$cache/build.busy"
+flock 9 # a second one waits, and takes what this one built
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/kimi-eagle-python.XXXXXX")
 trap 'rm -rf --one-file-system "$work"' EXIT
 recipe=$(sha256sum <"$me" | cut -c1-16)
@@ -51,7 +56,7 @@ if uris=$(source_now) && [ -n "$uris" ]; then
     key=$recipe-$(grep -o 'SHA256:[0-9a-f]*' <<<"$uris" | sort | sha256sum | cut -c1-16)
     [ ! -s "$cache/$key.tar" ] || { hand_over "$cache/$key.tar"; exit; }
 else
-    newest=$(ls -t "$cache/$recipe"-*.tar 2>/dev/null | head -1) || true
+    newest=$(find "$cache" -name "$recipe-*.tar" -printf '%T@ %p\n' | sort -n | sed -n '$s/[^ ]* //p')
     [ -n "$newest" ] || { tail -3 "$work/log" >&2; stop "no source of $source from $mirror;" \
         "fix: KIMI_EAGLE_DEBIAN=URL of a mirror, and the package debian-archive-keyring"; }
     say "no mirror answers; taking the last one built"
@@ -130,13 +135,13 @@ for library in lib/*.so*; do patchelf --force-rpath --set-rpath '$ORIGIN' "$libr
 for module in "${modules[@]}"; do patchelf --force-rpath --set-rpath '$ORIGIN/../..' "$module"; done
 patchelf --force-rpath --set-rpath '$ORIGIN/../lib' "bin/$python"
 patchelf --add-needed libstdc++.so.6 "bin/$python" # in one call patchelf mixes the two up
-# Byte code that stays right whatever a copy makes of the times of files.
-"bin/$python" -I -m compileall -q --invalidation-mode unchecked-hash lib
+# Byte code that stays right whatever a copy makes of the times of files; -B -f, or what compileall
+# imports itself would get the other kind.
+"bin/$python" -I -B -m compileall -q -f --invalidation-mode unchecked-hash lib
 INSIDE
 quietly chroot "$root" bash /build/build.sh
 { echo "${dsc%.dsc}"; grep -o 'SHA256:[0-9a-f]*' <<<"$uris"; } >>"$root/build/out/python/share/source.txt"
 
-mkdir -p "$cache"
 tar -C "$root/build/out/python" --sort=name --owner=0 --group=0 --numeric-owner --format=gnu \
     --mode=u+w,go-w,a+rX --mtime=@1000000000 -cf "$cache/$key.tmp" .
 mv "$cache/$key.tmp" "$cache/$key.tar"

@@ -6,6 +6,8 @@ those packages of base.lock that `--version` and `--help` need.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import os
 import re
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,11 +46,11 @@ def locked(name: str) -> dict[str, str]:
     return {block.split("==")[0]: block for block in found}
 
 
-def small_lock(folder: Path, *more: str) -> Path:
-    """A lock with the packages of SMALL, and `more` ones, as base.lock has them."""
+def small_lock(folder: Path) -> Path:
+    """A lock with the packages of SMALL as base.lock has them."""
     blocks = locked("base")
     path = folder / "base.lock"
-    path.write_text("".join(blocks[name] for name in sorted((*SMALL, *more))))
+    path.write_text("".join(blocks[name] for name in SMALL))
     return path
 
 
@@ -75,6 +78,26 @@ def system_python(folder: Path) -> Path:
     return folder / "python.tar"
 
 
+@functools.cache
+def small_bundle(again: bool = False) -> Path:
+    """The small bundle; `again`: the same once more, made by itself."""
+    folder = _workplace()
+    python, lock = folder / "python.tar", folder / "base.lock"
+    if not python.exists():
+        system_python(folder)
+        small_lock(folder)
+    return maker.bundle(folder / ("b" if again else "a"), model=False, python=python, lock=lock)
+
+
+@functools.cache
+def _workplace() -> Path:
+    """A folder that other users can read, gone with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="ke-bundle-"))
+    folder.chmod(0o755)
+    atexit.register(shutil.rmtree, folder)
+    return folder
+
+
 def unpack(archive: Path, into: Path) -> Path:
     """The folder of an unpacked bundle, as tar makes it."""
     into.mkdir(parents=True)
@@ -93,7 +116,7 @@ def install(
 ) -> subprocess.CompletedProcess[str]:
     """install.sh of an unpacked bundle; via: a command that starts it, such as unshare -n."""
     argv = [*via, "bash", str(bundle / "install.sh"), "--offline", "--prefix", str(prefix)]
-    env = {"PATH": os.environ["PATH"], "HOME": "/nonexistent"} | dict(env or {})
+    env = {"PATH": os.environ["PATH"], "HOME": "/dev/null/home"} | dict(env or {})
     return subprocess.run([*argv, *options], env=env, capture_output=True, text=True, **more)
 
 

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import tarfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bundles import ROOT, locked, maker, small_lock, system_python, unpack
+from bundles import ROOT, locked, maker, small_bundle, unpack
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -48,11 +47,9 @@ def test_base_lock_has_the_versions_of_the_cpu_lock() -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+def two() -> list[Path]:
     """The same small bundle, made twice."""
-    folder = tmp_path_factory.mktemp("bundle")
-    python, lock = system_python(folder), small_lock(folder)
-    yield [maker.bundle(folder / out, model=False, python=python, lock=lock) for out in ("a", "b")]
+    return [small_bundle(), small_bundle(again=True)]
 
 
 def test_equal_inputs_make_equal_bytes(two: list[Path]) -> None:

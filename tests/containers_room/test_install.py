@@ -15,15 +15,14 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bundles import install, maker, rewrite, small_lock, system_python, unpack
+from bundles import install, rewrite, small_bundle, unpack
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 @pytest.fixture(scope="module")
-def archive(ground: Path) -> Path:
-    python, lock = system_python(ground), small_lock(ground)
-    return maker.bundle(ground / "bundle", model=False, python=python, lock=lock)
+def archive() -> Path:
+    return small_bundle()
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def test_installed_for_all_users_from_any_directory(prefix: Path, tmp_path: Path
         "PYTHONSTARTUP": str(tmp_path / "click.py"),
         "LD_LIBRARY_PATH": str(tmp_path),
         "CDPATH": "/",
-        "HOME": "/nonexistent",
+        "HOME": "/dev/null/home",
         "PATH": os.environ["PATH"],
     }
     before = listing(prefix)
@@ -122,7 +121,9 @@ def test_again_changes_nothing_and_mends_damage(prefix: Path, bundle: Path) -> N
     assert sorted(os.listdir(versions)) == sorted(["current", os.readlink(versions / "current")])
 
 
-def test_killed_and_typed_again_then_upgraded(bundle: Path, copy: Path, ground: Path) -> None:
+def test_killed_and_typed_again_then_upgraded(
+    archive: Path, bundle: Path, copy: Path, ground: Path
+) -> None:
     """The first time from an archive with a script beside it; then from another bundle."""
     place = ground / "killed"
     argv = ["bash", str(bundle / "install.sh"), "--offline", "--prefix", str(place)]
@@ -134,8 +135,8 @@ def test_killed_and_typed_again_then_upgraded(bundle: Path, copy: Path, ground: 
     os.killpg(victim.pid, signal.SIGKILL)
     victim.wait()
     assert not (place / "bin/kimi-eagle").exists()
-    shutil.copy(bundle / "install.sh", bundle.parents[1] / "bundle")
-    done = install(bundle.parents[1] / "bundle", place)
+    shutil.copy(bundle / "install.sh", archive.parent)
+    done = install(archive.parent, place)
     assert done.returncode == 0, done.stderr
     (first,) = {x.name for x in (place / "lib/kimi-eagle").iterdir()} - {"current"}
 
@@ -240,7 +241,7 @@ def test_a_full_disk_is_refused(bundle: Path, copy: Path, ground: Path, said: bo
         (["--what"], "unknown argument '--what'"),
         (["--bundle"], "wants a value"),
         (["--bundle", "/etc"], "not a bundle"),
-        (["--bundle", "/nonexistent"], "no such bundle"),
+        (["--bundle", "/dev/null/x"], "no such bundle"),
     ],
 )
 def test_wrong_use(bundle: Path, ground: Path, options: list[str], word: str) -> None:
