@@ -132,6 +132,18 @@ def test_odd_name_of_the_result(small: Path, archives: Archives, here: Path) -> 
     assert refused("not a name", archives.docker("again"), here, out=here / "a\nb").fix
 
 
+@pytest.mark.parametrize("name", ["a:b", "a$(true)b", 'a"b', "a'b", "a;b", "a\nb"])
+def test_odd_temporary_folder(
+    name: str, archives: Archives, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apptainer would make an image without labels of it, or fail with four lines."""
+    (here / name).mkdir()
+    monkeypatch.setenv("APPTAINER_TMPDIR", str(here / name))
+    refused("cannot unpack in a folder with", archives.sandbox, here)
+    monkeypatch.setenv("APPTAINER_TMPDIR", str(here))
+    import_image(archives.sandbox)
+
+
 def test_into_a_folder(small: Path, here: Path) -> None:
     (here / "images").mkdir()
     made = import_image(small, Path("images"))

@@ -22,7 +22,7 @@ import shlex
 import shutil
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,7 +38,8 @@ COMPRESSION = ("-comp", "zstd", "-Xcompression-level", "3")
 _REMOTE = re.compile(r"(docker|library|oras|shub|https?|docker-daemon|ipfs)://.|docker-daemon:.")
 _LOCAL = re.compile(r"(docker-archive|oci-archive|oci|localimage|sandbox|dir):(//)?(?P<file>.+)")
 _PLAIN = re.compile(r"[A-Za-z0-9_./@+-]+")
-"""Paths that Apptainer can unpack in: below others it loses the labels, with exit code 0."""
+_NOT_IN_PATHS = frozenset(":\"'$()`;&|<>\n\r")
+"""In the path of its temporary folder: Apptainer 1.4.5 fails, or loses the labels silently."""
 _BROKEN = (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 _BLOCK = 4 << 20
 
@@ -227,10 +228,9 @@ def _build(kind: str, origin: Path, work: Path) -> None:
     kind, plain = _prepared(kind, origin, work)
     argv = [program, "build", "--disable-cache", "--mksquashfs-args", " ".join(COMPRESSION)]
     argv += ["image.sif", plain if kind == "sandbox" else f"{kind}:{plain}"]
-    # HOME may be full or nobody's to write, and /tmp too small for the unpacked image.
+    # HOME may be full or nobody's to write.
     env = sif.clean_env() | {"HOME": str(work), "APPTAINER_CONFIGDIR": str(work / "config")}
-    if _PLAIN.fullmatch(str(work)):
-        env.setdefault("APPTAINER_TMPDIR", str(work))
+    env["APPTAINER_TMPDIR"] = _unpacking_folder(work, env)
     code, said = children.run(argv, work / "log", cwd=work, env=env)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     left_out = [line for line in lines if "level=error" in line]
@@ -244,6 +244,19 @@ def _build(kind: str, origin: Path, work: Path) -> None:
         fatal = [line for line in lines if line.startswith("FATAL")] or lines[-1:]
         fix = "export APPTAINER_TMPDIR=FOLDER with space" if "no space" in said else ""
         raise RunError(f"apptainer build: {' '.join(fatal)}", where=origin, fix=fix)
+
+
+def _unpacking_folder(work: Path, env: Mapping[str, str]) -> str:
+    """What the user says, else beside the result, where there has to be room anyway."""
+    beside = str(work) if _PLAIN.fullmatch(str(work)) else env.get("TMPDIR") or "/tmp"
+    folder = env.get("APPTAINER_TMPDIR") or beside
+    if bad := sorted(_NOT_IN_PATHS & set(folder)):
+        raise UsageError(
+            f"Apptainer cannot unpack in a folder with {bad[0]!r} in its path",
+            where=repr(folder),
+            fix="export APPTAINER_TMPDIR=/another/folder",
+        )
+    return folder
 
 
 def _prepared(kind: str, origin: Path, work: Path) -> tuple[str, str]:
