@@ -10,13 +10,18 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -229,32 +234,91 @@ def test_check_finds_a_version_that_is_not_the_lock_s(
     assert inside.main(["check", "json"]) == 0
 
 
+@dataclass(frozen=True)
+class Builder:
+    """Somebody who builds, with the Python and the folder to do it."""
+
+    argv: list[str]
+    env: dict[str, str]
+    ids: dict[str, Any]
+    folder: Path
+
+    def start(self, out: Path, base: Path, lock: Path) -> subprocess.Popen[bytes]:
+        code = (
+            "import sys; from pathlib import Path\n"
+            "from kimi_eagle.containers import build, wheels\n"
+            "wheels.PYTHON['cuda'] = wheels.PYTHON['cpu']\n"
+            "out, base, lock, minor = sys.argv[1:]\n"
+            "args = {'PYTHON_VERSION': minor, 'IMPORTS': 'kimi_eagle'}\n"
+            "build.build('cuda', Path(out), base=('localimage', base), build_args=args,"
+            " lock=Path(lock))\n"
+        )
+        argv = [*self.argv, "-c", code, str(out), str(base), str(lock), _host_minor()]
+        return subprocess.Popen(argv, env=self.env, cwd=self.folder, **self.ids)
+
+
+def builder_for(person: Any, light_lock: Path, ground: Path) -> Builder:
+    """root; or a user with the system's Python, which can be started by all."""
+    folder = Path(tempfile.mkdtemp(dir=ground))
+    if not person.ids:
+        return Builder([sys.executable], dict(os.environ), {}, folder)
+    cache = folder / "cache"
+    for lock in (light_lock, ROOT / "containers" / "pip.lock"):  # not fetched once more
+        kept = wheels.wheels("cpu", lock=lock)
+        shutil.copytree(kept, cache / "wheels" / kept.name)
+    person.chown(folder)
+    paths = [str(ROOT / "src"), sysconfig.get_path("purelib")]
+    env = {
+        **{"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": ":".join(paths)},
+        "KIMI_EAGLE_CACHE": str(cache),
+    }
+    argv = ["/usr/bin/python3"]
+    tried = [*argv, "-c", "import kimi_eagle.containers.build, pip"]
+    if subprocess.run(tried, env=env, cwd=folder, capture_output=True, **person.ids).returncode:
+        pytest.skip("the user cannot read this checkout, or its Python is another")
+    return Builder(argv, env, person.ids, folder)
+
+
+def test_a_user_can_build(
+    ordinary_user: Any, tiny_base: Path, light_lock: Path, tiny: builder.BuildReport, ground: Path
+) -> None:
+    anybody = builder_for(ordinary_user, light_lock, ground)
+    out = anybody.folder / "out" / "x.sif"
+    out.parent.mkdir()
+    shutil.chown(out.parent, anybody.ids.get("user", os.getuid()))
+    assert anybody.start(out, tiny_base, light_lock).wait(120) == 0
+    labels = sif.labels(out)
+    changing = ("created", "revision", "source-sha256", "build-date", "deffile.from")
+    same = {k: v for k, v in sif.labels(tiny.path).items() if not k.endswith(changing)}
+    assert labels.items() >= same.items()
+    assert {p.name for p in out.parent.iterdir()} == {"x.sif", "x.sbom.cdx.json"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_interrupted_build_leaves_nothing(
-    number: signal.Signals, tiny: builder.BuildReport, tiny_base: Path, light_lock: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    code = (
-        "import sys; from pathlib import Path; from kimi_eagle.containers import build, wheels\n"
-        "wheels.PYTHON['cuda'] = wheels.PYTHON['cpu']\n"
-        "out, base, lock, minor = sys.argv[1:]\n"
-        "args = {'PYTHON_VERSION': minor, 'IMPORTS': 'kimi_eagle'}\n"
-        "build.build('cuda', Path(out), base=('localimage', base), build_args=args,"
-        " lock=Path(lock))\n"
-    )
-    argv = [str(tmp_path / "x.sif"), str(tiny_base), str(light_lock), _host_minor()]
-    process = subprocess.Popen([sys.executable, "-c", code, *argv], stderr=subprocess.DEVNULL)
+    number: signal.Signals,
+    person: Any,
+    tiny: builder.BuildReport,
+    tiny_base: Path,
+    light_lock: Path,
+    ground: Path,
+) -> None:
+    anybody = builder_for(person, light_lock, ground)
+    out = anybody.folder / "out" / "x.sif"
+    out.parent.mkdir()
+    shutil.chown(out.parent, anybody.ids.get("user", os.getuid()))
+    process = anybody.start(out, tiny_base, light_lock)
     try:
         # Inside %post: the install script has started its work in the unpacked tree.
-        while not list(tmp_path.glob(".kimi-eagle-build-*/tmp/*/rootfs/opt/kimi-eagle")):
+        while not list(out.parent.glob(".kimi-eagle-build-*/tmp/*/rootfs/opt/kimi-eagle")):
             assert process.poll() is None
             time.sleep(0.01)
-        work = next(tmp_path.glob(".kimi-eagle-build-*"))
+        work = next(out.parent.glob(".kimi-eagle-build-*"))
         process.send_signal(number)
         assert process.wait(60) != 0
     finally:
         process.kill()
-    assert not list(tmp_path.iterdir())
+    assert not list(out.parent.iterdir())
     assert not _processes_of(work)
 
 

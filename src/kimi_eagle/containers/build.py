@@ -16,15 +16,13 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import subprocess
-import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kimi_eagle
 from kimi_eagle import files
@@ -40,9 +38,13 @@ from kimi_eagle.containers.wheels import (
     source_digest,
     wheels,
 )
+from kimi_eagle.containers.workplace import run, search_path, workplace
 from kimi_eagle.errors import RunError, UsageError
 
-__all__ = ["BuildReport", "base_image", "build", "sbom_path", "wheels"]
+if TYPE_CHECKING:
+    from kimi_eagle.site import Site
+
+__all__ = ["BuildReport", "base_image", "build", "sbatch_build", "sbom_path", "wheels"]
 
 DEFINITIONS = {"cpu": "kimi-eagle-cpu.def", "cuda": "kimi-eagle.def"}
 ROOM = {"cpu": 9_000_000_000, "cuda": 60_000_000_000}
@@ -50,9 +52,6 @@ ROOM = {"cpu": 9_000_000_000, "cuda": 60_000_000_000}
 and the base. Measured for cpu (tree 3.9 GB); for cuda an estimate from the size of the base."""
 FAST = "-comp zstd -Xcompression-level 1"
 """Packs 3.9 GB in 12 s instead of a minute, for 10% more bytes than level 3."""
-
-_KEPT = re.compile(r"(APPTAINER|SINGULARITY)_(DOCKER_\w+|CONFIGDIR|CACHEDIR)")
-"""What the user may tell Apptainer for a build: how to log in to a registry, where to cache."""
 
 
 @dataclass
@@ -90,12 +89,14 @@ def build(
     """
     out = Path(os.path.abspath(out))
     lock = lock or lock_file(flavour)
-    _check(flavour, out, replace)
+    check_possible(flavour, out, replace)
     report, args = BuildReport(out), dict(build_args or {})
+    room = 0 if base else ROOM[flavour]
     if base is None:
         with _step(report, "base image", say):
-            base = ("localimage", str(base_image(flavour, build_args=args, lock=lock, say=say)))
-    with _workplace(workdir or out.parent, ROOM[flavour] if base[0] == "docker" else 0) as work:
+            made = base_image(flavour, build_args=args, lock=lock, workdir=workdir, say=say)
+            base = ("localimage", str(made))
+    with workplace(workdir or out.parent, room) as work:
         with _step(report, "wheels", say):
             house = wheels(flavour, lock=lock, say=say)
         with _step(report, "own wheel", say):
@@ -125,9 +126,10 @@ def base_image(
     *,
     build_args: Mapping[str, str] | None = None,
     lock: Path | None = None,
+    workdir: Path | None = None,
     say: Say = print,
 ) -> Path:
-    """The stack without our wheel, built if it is not in the cache.
+    """The stack without our wheel, built if it is not in the cache (workdir: beside it).
 
     Named by what it is made from: lock, install script, definition, arguments.
     """
@@ -144,7 +146,7 @@ def base_image(
         _forget_older(path.parent, f"{flavour}-base-*.sif")
         say(f"building the base image of {lock.name} (kept as {path})")
         report = BuildReport(path)
-        with _workplace(path.parent, ROOM[flavour]) as work:
+        with workplace(workdir or path.parent, ROOM[flavour]) as work:
             with _step(report, "  wheels", say):
                 house = wheels(flavour, lock=lock, say=say)
             context = _context(work, lock)
@@ -158,6 +160,13 @@ def base_image(
             finally:
                 fresh.unlink(missing_ok=True)
     return path
+
+
+def sbatch_build(site: Site, flavour: str, out: Path) -> str:
+    """The same as a job of a site; the job's id. See buildjob.py."""
+    from kimi_eagle.containers import buildjob
+
+    return buildjob.submit(site, flavour, out)
 
 
 def facts(lock: Path, wheel: Path) -> dict[str, str]:
@@ -194,7 +203,9 @@ def _origin(root: Path) -> str:
 
 
 def _git(root: Path, *args: str) -> str | None:
-    argv = ["git", "-C", str(root), *args]
+    # Also where the checkout is somebody else's; then nothing that its settings name is run.
+    argv = ["git", "-c", f"safe.directory={root}", "-c", "core.fsmonitor=false", "-C", str(root)]
+    argv += args
     try:
         return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -205,20 +216,17 @@ def _lines(pairs: Mapping[str, str]) -> str:
     return "".join(f"{name} {value}\n" for name, value in pairs.items())
 
 
-def _check(flavour: str, out: Path, replace: bool) -> None:
+def check_possible(flavour: str, out: Path, replace: bool, *, here: bool = True) -> None:
+    """UsageError or RunError where a build could only fail. here: this machine builds."""
     if flavour not in DEFINITIONS:
         raise UsageError(f"no flavour {flavour!r}", expected=" or ".join(DEFINITIONS))
     if not out.parent.is_dir():
         raise UsageError("no such folder", where=out.parent, fix=f"mkdir -p {out.parent}")
     if out.is_dir() or (out.exists() and not replace):
         raise UsageError("there is something of this name", where=out, expected="a new name")
-    for name in ("apptainer", "mksquashfs"):
-        if shutil.which(name, path=_PATH()) is None:
+    for name in ("apptainer", "mksquashfs") if here else ():
+        if shutil.which(name, path=search_path()) is None:
             raise RunError(f"no program {name!r}", fix="sudo bash containers/install-apptainer.sh")
-
-
-def _PATH() -> str:  # noqa: N802
-    return os.environ.get("PATH", os.defpath) + ":/usr/sbin:/sbin"
 
 
 @contextlib.contextmanager
@@ -227,58 +235,6 @@ def _step(report: BuildReport, name: str, say: Say) -> Iterator[None]:
     yield
     report.seconds[name] = time.monotonic() - start
     say(f"{name}: {report.seconds[name]:.1f} s")
-
-
-@contextlib.contextmanager
-def _workplace(folder: Path, room: int) -> Iterator[Path]:
-    """A folder for what lies around during a build; gone at the end, whatever happens."""
-    if bad := sorted(set(",:\\") & set(str(folder))):  # of its temporary folder (1.4.5)
-        raise UsageError(
-            f"Apptainer cannot build in a folder with {bad[0]!r} in its path",
-            where=folder,
-            fix="build elsewhere and move the image",
-        )
-    free = shutil.disk_usage(folder).free
-    if free < room:
-        raise RunError(
-            f"{free / 1e9:.0f} GB free, {room / 1e9:.0f} GB wanted for this build",
-            where=folder,
-            fix="free some, or set KIMI_EAGLE_CACHE and --workdir to folders with more",
-        )
-    work = Path(tempfile.mkdtemp(prefix=".kimi-eagle-build-", dir=folder))
-    try:
-        with _ends_like_ctrl_c():
-            yield work
-    finally:
-        _remove(work)
-
-
-@contextlib.contextmanager
-def _ends_like_ctrl_c() -> Iterator[None]:
-    """TERM and HUP go the way of Ctrl-C, so that what has to be removed is."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder; a user's build leaves files of that user's further ids (subuid) in it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    if folder.exists():
-        argv = ["unshare", "--user", "--map-root-user", "--map-auto", "rm", "-rf", str(folder)]
-        with contextlib.suppress(OSError):
-            subprocess.run(argv, capture_output=True)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _forget_older(folder: Path, pattern: str, days: float = 1) -> None:
@@ -327,93 +283,22 @@ def _apptainer_build(
     for name, value in args.items():
         argv += ["--build-arg", f"{name}={value}"]
     definition = checkout() / "containers" / DEFINITIONS[flavour]
-    _run([*argv, str(out), str(definition)], work)
+    run([*argv, str(out), str(definition)], work)
 
 
 def _read_out(image: Path, inside: str, work: Path) -> str:
     """A small text file of the image."""
     argv = ["apptainer", "-q", "exec", "--no-home", "--no-mount", "cwd,hostfs", str(image)]
-    return _run([*argv, "cat", inside], work)
-
-
-def _run(argv: list[str], work: Path) -> str:
-    """Run Apptainer, and end all of it when we are told to end; its output."""
-    log = work / "log"
-    with open(log, "wb") as file:
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=_environment(work),
-            cwd=work,
-            start_new_session=True,  # Ctrl-C reaches us alone; we end the group
-        )
-        try:
-            code = child.wait()
-        except BaseException:
-            _end(child)
-            raise
-    text = log.read_text(errors="replace")
-    if code:
-        raise RunError(f"{argv[0]} {argv[1]} failed: {_last_words(text)}")
-    return text
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(10)
-
-
-def _last_words(text: str) -> str:
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    lines = [x.strip() for x in plain.splitlines() if not x.startswith(("INFO:", "I: "))]
-    lines = [x for x in lines if x]
-    telling = [x for x in lines if re.search(r"\b(error|fatal|cannot|can't)\b", x, re.IGNORECASE)]
-    return "; ".join((telling or lines or ["it said nothing"])[-4:])[:1000]
-
-
-def _environment(work: Path) -> dict[str, str]:
-    """The host's (proxies matter here) without what would change what Apptainer does."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("APPTAINER", "SINGULARITY")) or _KEPT.fullmatch(name)
-    }
-    temporary = work / "tmp"
-    temporary.mkdir(exist_ok=True)
-    kept |= {"PATH": _PATH(), "TMPDIR": str(temporary), "APPTAINER_TMPDIR": str(temporary)}
-    kept.setdefault("APPTAINER_CACHEDIR", str(work / "cache"))
-    if os.geteuid() == 0 and (lacking := _lacking_capabilities()):
-        kept["APPTAINER_DROP_CAPS"] = lacking
-    return kept
-
-
-def _lacking_capabilities() -> str:
-    """Capabilities that root lacks here (in containers): Apptainer dies asking for them."""
-
-    def names(*argv: str) -> set[str]:
-        done = subprocess.run(["setpriv", *argv], capture_output=True, text=True)
-        listed = re.search(r"^Capability bounding set:(.*)$", done.stdout, re.MULTILINE)
-        return set(re.split(r"[\s,]+", (listed[1] if listed else done.stdout).strip())) - {""}
-
-    try:
-        lacking = names("--list-caps") - names("--dump")
-    except FileNotFoundError:
-        return ""
-    return ",".join(sorted(f"CAP_{name}".upper() for name in lacking))
+    return run([*argv, "cat", inside], work)
 
 
 def _need_debootstrap() -> None:
-    if shutil.which("debootstrap", path=_PATH()):
+    if shutil.which("debootstrap", path=search_path()):
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):
         apt = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300"]
         env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for words in (["update"], ["install", "-y", "--no-install-recommends", "debootstrap"]):
             subprocess.run([*apt, *words], env=env, capture_output=True)
-    if not shutil.which("debootstrap", path=_PATH()):
+    if not shutil.which("debootstrap", path=search_path()):
         raise RunError("no program 'debootstrap'", fix="sudo apt-get install debootstrap")
