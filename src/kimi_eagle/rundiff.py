@@ -30,6 +30,8 @@ PATH_FIELDS = ("verifier.path", "template.chat_template", "benchmark.prompts")
 """Recipe fields that are compared as inputs, by content; so are sources.NAME.path."""
 
 
+LABELS = ("ai.kimi-eagle.", "org.opencontainers.image.")
+"""Labels that say what an image holds; Apptainer adds others of its own."""
 MADE_ELSEWHERE = ("slurm", "notify", "container")
 """Sections that say how jobs are made and who is told, and change no result."""
 
@@ -145,7 +147,8 @@ def _made_of(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
         found["image.sha256"] = image.get("sha256") if isinstance(image, dict) else None
         if isinstance(image, dict):
             for name, value in (image.get("labels") or {}).items():
-                found[f"image.labels.{name}"] = value
+                if name.startswith(LABELS):
+                    found[f"image.labels.{name}"] = value
         ran = [e for e in lock["code"].get("ran") or () if isinstance(e, dict)]
         for name in ("kimi_eagle", "commit", "dirty", "source"):
             found[f"code.{name}"] = _one_or_all([e.get(name) for e in ran])

@@ -38,7 +38,6 @@ STAGE_BYTES = 1 << 30
 before a time limit. A command reads all, once (some 1.5 GB/s): later only what has changed."""
 
 LOCK_LABEL = "ai.kimi-eagle.lock-sha256"
-REVISION_LABEL = "org.opencontainers.image.revision"
 
 
 # -- the image of a run ------------------------------------------------------------------------
@@ -161,8 +160,9 @@ def write(
             print(f"warning: {run.lock}: not written: {e}", file=sys.stderr)
 
 
-def _marks(run: RunDir) -> list[Any]:
-    return [lock_stages.listing(run.stage(name)) for name in STAGES]
+def _marks(run: RunDir) -> Any:
+    """Another value as soon as a record comes or goes."""
+    return _or_reason(lambda: [lock_stages.listing(run.stage(name)) for name in STAGES])
 
 
 def compose(
