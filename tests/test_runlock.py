@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -324,6 +325,34 @@ def test_what_is_no_lock_is_refused(tmp_path: Path, text: str) -> None:
         runlock.read(path)
     with pytest.raises(UsageError, match="no lock here"):
         runlock.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("stages", "extract", "units"), "twelve"),
+        (("stages", "vocab", "state"), []),
+        (("stages", "prepare", "files"), {"all/x": 3}),
+        (("inputs", "benchmark.prompts", "sha256"), 0),
+        (("paths", "inputs"), ["/x"]),
+        (("code", "ran"), None),
+        (("machines",), [{"units": None}]),
+        (("verifier", "id"), True),
+        (("written",), float("nan")),
+    ],
+)
+def test_a_lock_that_was_edited_wrongly_says_where(
+    tiny: RunDir, place: tuple[str, ...], value: object
+) -> None:
+    lock = found = written(tiny)
+    for name in place[:-1]:
+        found = found[name]
+    found[place[-1]] = value
+    tiny.lock.write_text(json.dumps(lock))
+    with pytest.raises(UsageError, match=re.escape(".".join(place))):
+        runlock.read(tiny.lock)
+    # The run itself goes on with a new one.
+    assert written(tiny)["stages"]["vocab"]["state"] == "done"
 
 
 # -- the image of a run ----------------------------------------------------------------------------
