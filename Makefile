@@ -1,6 +1,6 @@
 # The two commands of a newcomer: `make demo` and `make test`. Each sets up first, which takes a
 # moment when there is nothing to do. What set-up does is in containers/setup.sh.
-.PHONY: help setup demo test quick campaign bench testbed lint lock
+.PHONY: help setup demo test quick campaign bench testbed bundle lint lock
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
@@ -14,6 +14,7 @@ help:
 	@echo "make quick   the tests that take under a minute each"
 	@echo "make campaign  the long fault tests on a real Slurm"
 	@echo "make testbed a real Slurm on this machine, to try submit without a cluster"
+	@echo "make bundle  one archive from which machines without internet install the command line"
 	@echo "make bench   the benchmarks of tests/bench, beside the libraries' own tools"
 	@echo "make lint    ruff"
 	@echo "make lock    renew containers/*.lock (needs uv)"
@@ -35,6 +36,10 @@ campaign: setup
 
 testbed:
 	@python3 slurm/testbed/testbed.py up
+
+# IMAGES=FILE... puts images in, too
+bundle: setup
+	@$(BIN)/python containers/bundle.py $(addprefix --image ,$(IMAGES))
 
 bench: setup
 	@for f in tests/bench/bench_*.py; do echo "== $$f"; $(BIN)/python "$$f" || exit 1; done
