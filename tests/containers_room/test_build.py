@@ -347,6 +347,16 @@ def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
         builder.build("cpu", tmp_path / "a,b" / "x.sif", base=("localimage", "none"))
 
 
+def test_no_registry_is_said_with_the_way_round(
+    tmp_path: Path, light_lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(builder.ROOM, "cuda", 0)
+    nowhere = ("docker", "127.0.0.1:9/vllm/vllm-openai")
+    with pytest.raises(RunError, match="conveyor failed.*fix: .*--base docker-archive:FILE"):
+        builder.build("cuda", tmp_path / "x.sif", base=nowhere, lock=light_lock)
+    assert not list(tmp_path.iterdir())
+
+
 def test_wheels_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIMI_EAGLE_CACHE", str(tmp_path))
     lock = tmp_path / "wrong.lock"

@@ -23,6 +23,7 @@ def test_text_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KIMI_EAGLE_CACHE", "/shared/a cache")
     site = Site(
         name="s", partition="gpu", account="acc", time="02:00:00", scratch="/local/my scratch",
+        apptainer="/opt/an apptainer/bin/apptainer",
         preamble=("module load apptainer",), extra=("--licenses=x",),
         cpu={"partition": "cpu", "cpus": 8, "memory": "32G"},
     )  # fmt: skip
@@ -45,6 +46,7 @@ set +e
 export KIMI_EAGLE_CACHE='/shared/a cache'
 export PYTHONSAFEPATH=1
 export PYTHONNOUSERSITE=1
+export PATH='/opt/an apptainer/bin':$PATH
 exec {sys.executable} -u -m kimi_eagle.containers.buildjob cuda '/shared/the images/x.sif' \
 '/local/my scratch'
 """

@@ -67,6 +67,8 @@ def text(site: Site, flavour: str, out: Path) -> str:
         "PYTHONNOUSERSITE": "1",
     }
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    if site.apptainer and "/" in site.apptainer:
+        lines.append(f"export PATH={shlex.quote(os.path.dirname(site.apptainer))}:$PATH")
     command = [sys.executable, "-u", "-m", "kimi_eagle.containers.buildjob", flavour, str(out)]
     # exec: the end of the job is told to Python itself, which then cleans up.
     lines.append(f"exec {shlex.join(command)} {scratch}")

@@ -100,7 +100,11 @@ def run(argv: list[str], work: Path) -> str:
             raise
     text = log.read_text(errors="replace")
     if code:
-        raise RunError(f"{argv[0]} {argv[1]} failed: {_last_words(text)}")
+        fix = "no registry? build on a copy of the base: --base docker-archive:FILE"
+        said = _last_words(text)
+        raise RunError(
+            f"{argv[0]} {argv[1]} failed: {said}", fix=fix if "conveyor failed" in said else ""
+        )
     return text
 
 
