@@ -237,8 +237,21 @@ def test_results_under_an_earlier_recipe_are_said(lock: Path) -> None:
     assert check(lock)["results"][0] == "warning"
 
 
+def test_accepted_losses_are_said_and_end_a_stage(lock: Path) -> None:
+    def lossy(data: dict[str, Any]) -> None:
+        data["accepted"] = [{"stage": "extract", "share": 0.1, "reason": "a bad node"}]
+        data["stages"]["extract"].update(state="part", done=11, failed=1)
+
+    edit(lock, lossy)
+    assert check(lock)["accepted loss"][0] == "warning"
+    found = runlock.read(lock)
+    assert again.last_stage(found) == "vocab"
+    found["stages"]["extract"]["failed"] = 0
+    assert again.last_stage(found) == "prepare"
+
+
 def test_a_run_that_finished_nothing(lock: Path) -> None:
-    edit(lock, lambda data: data["stages"]["regenerate"].update(state="part"))
+    edit(lock, lambda data: data["stages"]["regenerate"].update(state="part", done=3))
     done = cli("reproduce", lock.parent)
     assert done.exit_code == 1 and "finished no stage" in done.output
     assert not list(lock.parent.parent.glob("*-reproduced"))

@@ -94,6 +94,11 @@ def look(
     if earlier:
         note = "planned by an earlier recipe of the run, and compared all the same"
         checks.append(Check("results", ", ".join(earlier), "", WARNING, note=note))
+    losses = lock["accepted"] if isinstance(lock["accepted"], list) else []
+    for entry in [e for e in losses if e.get("stage")]:
+        note = "of the samples lost was accepted; the new run asks again if it loses any"
+        then = f"{entry['stage']} {entry.get('share')}"
+        checks.append(Check("accepted loss", then, "none", WARNING, note=note))
     checks += _machines(lock, on_nodes)
     return Found(checks, recipe, image)
 

@@ -48,10 +48,12 @@ def last_stage(lock: dict[str, Any]) -> str | None:
     """The last stage of the unbroken row of finished ones; None where there is none."""
     last = None
     for name in STAGES:
-        state = (lock["stages"].get(name) or {}).get("state")
-        if state == "done":
+        stage = lock["stages"].get(name) or {}
+        # Given-up units end a stage, too, where the recipe or a person lets them pass.
+        ended = (stage.get("done") or 0) + (stage.get("failed") or 0) == stage.get("units")
+        if stage.get("state") == "done" or (ended and stage.get("done")):
             last = name
-        elif state != "skipped":
+        elif stage.get("state") != "skipped":
             break
     return last
 
@@ -95,8 +97,9 @@ def _begun(place: Path, lock: dict[str, Any]) -> bool:
 
 def _mark(lock: dict[str, Any]) -> str:
     """The first line of the recipe: stands for what is made again, not for when it was noted."""
-    about = [lock.get("recipe"), lock["inputs"], lock["verifier"].get("id"), lock.get("image")]
-    return MARK + files.digest(about)
+    inputs = {key: entry.get("sha256") for key, entry in lock["inputs"].items()}
+    image = (lock.get("image") or {}).get("sha256")
+    return MARK + files.digest([lock.get("recipe"), inputs, lock["verifier"].get("id"), image])
 
 
 # -- the new run -----------------------------------------------------------------------------------
