@@ -31,8 +31,8 @@ from small_image import (  # noqa: E402, F401
     small,
 )
 
-from kimi_eagle import files  # noqa: E402
-from kimi_eagle.containers import importing, pins  # noqa: E402
+from kimi_eagle import files, liveness  # noqa: E402
+from kimi_eagle.containers import children, importing, pins, turns  # noqa: E402
 from kimi_eagle.containers.importing import import_image, kind_of  # noqa: E402
 from kimi_eagle.errors import KimiEagleError, UsageError  # noqa: E402
 
@@ -290,6 +290,23 @@ def test_nothing_is_replaced(small: Path, plain: Path, archives: Archives, here:
     assert pins.pinned("b.sif").name == "a"
 
 
+def test_somebody_else_was_first(small: Path, archives: Archives, here: Path) -> None:
+    """Between the look and the new name."""
+    for source in (small, archives.sandbox):
+        with pytest.raises(UsageError, match="there is a file already"):
+            import_image(source, Path("a.sif"), say=lambda text: Path("a.sif").write_text("mine"))
+        assert [p.name for p in here.iterdir()] == ["a.sif"]
+        assert (here / "a.sif").read_text() == "mine"
+        (here / "a.sif").unlink()
+
+
+def test_that_cannot_be_pinned(small: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is in no lock is none that one should find."""
+    monkeypatch.setattr(turns, "TURN_SECONDS", 0)
+    (here / ".images.lock.json.turn").write_text('{"host": "another", "pid": 1}')
+    refused("another command is writing", small, here)
+
+
 def test_no_such_folder(small: Path, here: Path) -> None:
     assert refused("no such folder", small, here, out=here / "a b" / "c.sif").fix.startswith(
         "mkdir -p '"
@@ -361,6 +378,43 @@ def test_stopped(number: int, archives: Archives, here: Path) -> None:
     assert [p.name for p in here.iterdir()] == ["big"]
     while working := [p for p in Path("/proc").glob("[0-9]*/cwd") if _leads(p, log.parent)]:
         assert time.monotonic() < deadline, working  # the killed ones are gone in no time
+
+
+def test_a_whole_family_ends() -> None:
+    script = "echo $$; sleep 1000 & echo $!; wait"
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    log = Path("log")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            while True:  # again, should the machine be so slow that nothing was said
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+                try:
+                    children.run(["sh", "-c", script], log, cwd=Path(), env=os.environ)
+                except KeyboardInterrupt:
+                    if len(log.read_text().split()) == 2:
+                        raise
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    deadline = time.monotonic() + 30
+    while alive := [pid for pid in log.read_text().split() if liveness.process_start(int(pid))]:
+        assert time.monotonic() < deadline, alive
+
+
+def test_nohup_stays() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with children.ends_like_ctrl_c():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        with pytest.raises(KeyboardInterrupt), children.ends_like_ctrl_c():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _leads(link: Path, folder: Path) -> bool:

@@ -162,6 +162,19 @@ def test_two_images_that_changed_places(own: Path, tmp_path: Path) -> None:
     refused(other, "not the file that is pinned as 'other'")
 
 
+def test_the_entry_of_the_path_counts_before_that_of_the_name(own: Path, tmp_path: Path) -> None:
+    """Two files of one name in two folders, pinned in one place."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    first = Path(shutil.copy(own, tmp_path / "a" / "x.sif"))
+    second = build(tmp_path / "b" / "x.sif", LABELS)
+    pins.lock(first, into=tmp_path / "containers")
+    pins.lock(second, into=tmp_path / "containers", name="y")
+    assert [pins.verified(path).name for path in (first, second)] == ["x", "y"]
+    shutil.copy(first, second)
+    refused(second, "not the file that is pinned as 'y'")
+
+
 def test_a_rebuilt_image(own: Path, tmp_path: Path) -> None:
     """Same definition, same name, other bytes."""
     pins.lock(own)

@@ -56,6 +56,24 @@ def test_what_this_version_does_not_know_stays(own: Path) -> None:
     assert "own" in after["images"]
 
 
+def test_who_could_read_it_still_can(own: Path) -> None:
+    pins.lock(own)
+    (own.parent / LOCK).chmod(0o664)
+    before = os.umask(0o077)
+    try:
+        pins.lock(own, name="another")
+    finally:
+        os.umask(before)
+    assert (own.parent / LOCK).stat().st_mode & 0o777 == 0o664
+
+
+def test_locked_again_changes_nothing(own: Path) -> None:
+    pins.lock(own)
+    before = pins.stat_line(own.parent / LOCK)
+    pins.lock(own)
+    assert pins.stat_line(own.parent / LOCK) == before
+
+
 def test_writers_at_once_lose_nothing(own: Path) -> None:
     code = (
         "import sys; from kimi_eagle.containers import pins\n"
@@ -106,7 +124,7 @@ def test_a_writer_that_cannot_be_seen(own: Path, who: str, monkeypatch: pytest.M
         '{"format": "images/1", "images": []}',
         '{"format": "images/1", "images": {"a": 3}}',
         '{"format": "images/1", "images": {"a": {}}}',
-        '{"format": "images/1", "images": {"a": 1, "a": 2}}',
+        document().replace('"images": {', f'"images": {{"a": {json.dumps(entry())}, '),
         document(sha256="A" * 64),
         document(sha256="0" * 63),
         document(sha256=None),
