@@ -29,7 +29,7 @@ def test_every_stage_as_jobs(case: Case) -> None:
         ("canary", 1), ("workers", 3), ("canary", 1), ("workers", 3), ("single", 1)
     ]  # fmt: skip
     plain, full, gpus = set(), set(), set()
-    deadline = time.monotonic() + 420
+    deadline = time.monotonic() + 900
     while case.jobs():
         # As a user types it: the name is cut to 8 characters.
         for line in case.bed.run("squeue", "--noheader", check=False).splitlines():

@@ -199,7 +199,7 @@ unset -f $(compgen -A function) # exported by a login shell, they would stand fo
 unset "${{!LD_@}}"
 ke_refuse() {{ echo "error: $1" >&2; exit "${{2:-2}}"; }} # 2: trying again would change nothing
 {checks}for ke_name in {secrets}; do
-    [ -n "${{!ke_name+set}}" ] ||
+    [ -n "${{!ke_name+set}}" ] || [ "${{KIMI_EAGLE_SECRETS:-}}" = optional ] ||
         ke_refuse "secret not set: $ke_name; fix: export it before you submit"
 done
 ke_base=${{TMPDIR:-/tmp}}
@@ -238,7 +238,7 @@ exec env ${{ke_odd[@]+"${{ke_odd[@]}}"}} {program} \\
 
 _CHECK_IMAGE = """\
 ke_image={image} ke_sha256={sha256} ke_proven={proven}
-ke_stat=$(stat -Lc '%s %.9Y %.9Z %i' "$ke_image" 2>/dev/null) ||
+ke_stat=$(LC_ALL=C stat -Lc '%s %.9Y %.9Z %i' "$ke_image" 2>/dev/null) ||
     ke_refuse "$ke_image: no such image on $(hostname)"
 grep -qsxF "$ke_sha256 $ke_stat" "$ke_proven" || {{
     ke_found=$(sha256sum <"$ke_image") || ke_refuse "$ke_image cannot be read on $(hostname)" 1
@@ -267,7 +267,8 @@ def node_script(settings: ExecSettings, command: Iterable[str] = ()) -> str:
     """Shell text that starts `command` in the image, on a node that needs no Python of ours.
 
     `bash FILE ARGUMENTS...` becomes the apptainer process. The text holds names of secrets only.
-    KIMI_EAGLE_MOUNT in its environment is one more `mount_text`.
+    KIMI_EAGLE_MOUNT in its environment is one more `mount_text`; with KIMI_EAGLE_SECRETS=optional a
+    secret may be missing.
     Exit 2: it will not work anywhere (another image, a secret not set); 1: not on this node.
     """
 

@@ -59,7 +59,7 @@ def enter(run: RunDir, words: list[str], see: Path | None = None) -> None:
         return
     if not run.start.is_file():
         raise UsageError("the run has an image and no start.sh", where=run.path, fix="submit again")
-    env = dict(os.environ)
+    env = os.environ | {"KIMI_EAGLE_SECRETS": "optional"}  # only jobs need them
     if see is not None:
         env["KIMI_EAGLE_MOUNT"] = mount_text(str(see), str(see), read_only=True)
     sys.stdout.flush()
