@@ -324,11 +324,11 @@ def _accept_image(run: Any, image_file: str, reason: str, as_json: bool) -> None
     from kimi_eagle import accepted, runlock
     from kimi_eagle.containers import pins
     from kimi_eagle.errors import RunError, UsageError
-    from kimi_eagle.slurm.lock import one_at_a_time
+    from kimi_eagle.turns import turn
 
     image = pins.verified(image_file)
     # A submit that is under way has looked at the image already.
-    with one_at_a_time(run) if run.slurm.path.is_dir() else contextlib.nullcontext():
+    with turn(run.slurm.lock) if run.slurm.path.is_dir() else contextlib.nullcontext():
         try:
             before = runlock.pinned(run)
             old = f"sha256:{before.sha256}" if before else None

@@ -31,8 +31,12 @@ from small_image import (  # noqa: E402, F401
     small,
 )
 
-from kimi_eagle import files, liveness  # noqa: E402
-from kimi_eagle.containers import children, importing, pins, turns  # noqa: E402
+from kimi_eagle import (  # noqa: E402
+    files,
+    liveness,
+    turns,  # noqa: E402
+)
+from kimi_eagle.containers import children, importing, pins  # noqa: E402
 from kimi_eagle.containers.importing import import_image, kind_of  # noqa: E402
 from kimi_eagle.errors import KimiEagleError, UsageError  # noqa: E402
 
@@ -304,7 +308,7 @@ def test_that_cannot_be_pinned(small: Path, here: Path, monkeypatch: pytest.Monk
     """A file that is in no lock is none that one should find."""
     monkeypatch.setattr(turns, "TURN_SECONDS", 0)
     (here / ".images.lock.json.turn").write_text('{"host": "another", "pid": 1}')
-    refused("another command is writing", small, here)
+    refused("another command is at work", small, here)
 
 
 def test_no_such_folder(small: Path, here: Path) -> None:

@@ -16,8 +16,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from small_image import as_nobody, nobodys_home, own, small  # noqa: E402, F401
 
-from kimi_eagle import liveness  # noqa: E402
-from kimi_eagle.containers import lockfile, pins, turns  # noqa: E402
+from kimi_eagle import (
+    liveness,  # noqa: E402
+    turns,  # noqa: E402
+)
+from kimi_eagle.containers import lockfile, pins  # noqa: E402
 from kimi_eagle.errors import KimiEagleError, RunError, UsageError  # noqa: E402
 
 LOCK = "images.lock.json"
@@ -103,7 +106,7 @@ def test_a_writer_that_cannot_be_seen(own: Path, who: str, monkeypatch: pytest.M
     monkeypatch.setattr(turns, "TURN_SECONDS", 0)
     turn = own.parent / f".{LOCK}.turn"
     turn.write_text(who)
-    with pytest.raises(RunError, match="another command is writing.*remove this file"):
+    with pytest.raises(RunError, match="another command is at work.*remove this file"):
         pins.lock(own)
     assert turn.read_text() == who and not (own.parent / LOCK).exists()
 

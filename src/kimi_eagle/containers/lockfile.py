@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kimi_eagle import files
-from kimi_eagle.containers.turns import turn
 from kimi_eagle.errors import UsageError
+from kimi_eagle.turns import turn
 
 NAME = "images.lock.json"
 FORMAT = "images/1"

@@ -14,8 +14,8 @@ from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.slurm import jobview, queue
 from kimi_eagle.slurm.book import adopt, read_book
-from kimi_eagle.slurm.lock import one_at_a_time
 from kimi_eagle.slurm.names import is_of_run
+from kimi_eagle.turns import turn
 
 POLL_SECONDS = 0.5
 _AT_ONCE = 200
@@ -32,7 +32,7 @@ def cancel(run: RunDir, *, job_id: str | None = None, after_unit: bool = False) 
     """
     if not run.slurm.path.exists():  # no job was ever submitted
         return {"cancelled": [], "asked": [], "by_hand": []}
-    with one_at_a_time(run):  # a submit under way would queue the rest behind our back
+    with turn(run.slurm.lock):  # a submit under way would queue the rest behind our back
         return _cancel(run, job_id, after_unit)
 
 

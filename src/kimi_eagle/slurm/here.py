@@ -18,9 +18,9 @@ from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
 from kimi_eagle.slurm import guard, progress, queue, sbatch
 from kimi_eagle.slurm.jobs import SHARED_STAGES
-from kimi_eagle.slurm.lock import one_at_a_time
 from kimi_eagle.slurm.names import new_suffix
 from kimi_eagle.stages.context import recipe_digest
+from kimi_eagle.turns import turn
 
 
 def work_here(
@@ -42,7 +42,7 @@ def work_here(
     sbatch.words_for(run, None)
     nodes, suffix = _nodes(), new_suffix(run.path)
     run.slurm.make()
-    with one_at_a_time(run):
+    with turn(run.slurm.lock):
         guard.refuse_held(run, recipe, progress.done_stages(run, recipe))
         guard.before_following(run, recipe)
         begin(run, recipe, recipe_path, site)

@@ -26,11 +26,11 @@ from kimi_eagle.site import Site
 from kimi_eagle.slurm import book, guard, progress, queue, sbatch
 from kimi_eagle.slurm.jobs import SHARED_STAGES, Job
 from kimi_eagle.slurm.live import Live, live_jobs
-from kimi_eagle.slurm.lock import one_at_a_time
 from kimi_eagle.slurm.missing import missing_jobs
 from kimi_eagle.slurm.names import new_suffix
 from kimi_eagle.stages import upstream_of
 from kimi_eagle.stages.context import recipe_digest
+from kimi_eagle.turns import turn
 
 _NO_ANSWER = re.compile(r"timed? ?out|contact|communication|try again|unavailable", re.I)
 """Words of an sbatch that does not know whether its job was taken."""
@@ -55,7 +55,7 @@ def submit(
     """
     sbatch.words_for(run, None)
     run.slurm.make()
-    with one_at_a_time(run):
+    with turn(run.slurm.lock):
         done = progress.done_stages(run, recipe)
         guard.refuse_held(run, recipe, done)
         entries = book.adopt(run)

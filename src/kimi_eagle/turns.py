@@ -1,4 +1,4 @@
-"""One writer at a time: whoever reads a file, changes it and writes it back, holds its turn."""
+"""One at a time: whoever changes what is queued, or reads a file, changes it and writes it back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from kimi_eagle import files, liveness
 from kimi_eagle.errors import RunError
 
-TURN_SECONDS = 60
+TURN_SECONDS = 120
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def turn(holder: Path) -> Iterator[None]:
         if time.monotonic() > deadline:
             who = who if isinstance(who, dict) else {}
             raise RunError(
-                f"another command is writing (pid {who.get('pid')} on {who.get('host')})",
+                f"another command is at work (pid {who.get('pid')} on {who.get('host')})",
                 where=holder,
                 fix="wait for it; when it is gone from that machine, remove this file",
             )
