@@ -14,10 +14,10 @@ What is in it, in this order: BUNDLE (what install.sh has to know, `key=value`),
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import hashlib
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -177,12 +177,14 @@ def _image(image: pins.Image, work: Path) -> dict[str, Path]:
 
     So images of two bundles lie beside each other, and a run finds the one that it is pinned to.
     """
-    entries = [e for lock in pins.lock_files(image.path) for e in lockfile.read(lock).values()]
-    entry = next(e for e in entries if e.sha256 == image.sha256)
-    folder, name = f"images/{image.sha256[:12]}", f"{image.name}.sif"
+    folder = f"images/{image.sha256[:12]}"
+    name = re.sub(r"[^A-Za-z0-9._+-]", "_", image.name).lstrip(".-") + ".sif"
     lock = work / folder / "images.lock.json"
     lock.parent.mkdir(parents=True)
-    lockfile.add(lock, dataclasses.replace(entry, file=name), replace=False)
+    fields = {k: v for k, v in image.as_json().items() if k != "path"}
+    created = image.labels["org.opencontainers.image.created"]  # no clock: equal bytes
+    entry = lockfile.Entry(lock=lock, file=name, locked=created, **fields)
+    lockfile.add(lock, entry, replace=False)
     return {f"{folder}/{name}": Path(image.path), f"{folder}/images.lock.json": lock}
 
 

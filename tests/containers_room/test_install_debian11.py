@@ -27,6 +27,18 @@ pytestmark = [
 ]
 MIRROR = os.environ.get("KIMI_EAGLE_DEBIAN", "http://deb.debian.org/debian")
 USER = "1500"
+TIMES = """
+import resource, subprocess, sys, time
+wall, cpu = [], []
+for _ in range(20):
+    used, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([sys.argv[1], "--help"], stdout=subprocess.DEVNULL)
+    wall.append(time.perf_counter() - start)
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu.append(now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime)
+print(min(wall), min(cpu))
+"""
+"""Seconds of the fastest of 20 starts."""
 
 
 class Node:
@@ -113,14 +125,10 @@ def test_installs_and_works(node: Node) -> None:
     assert kinds == {1}
     assert not list((node.root / "home/user").iterdir())
 
-    timing = "import subprocess, time\ntimes = []\nfor _ in range(20):\n"
-    timing += "    start = time.perf_counter()\n"
-    timing += f"    subprocess.run([{eagle!r}, '--help'], stdout=subprocess.DEVNULL)\n"
-    timing += "    times.append(time.perf_counter() - start)\nprint(min(times))"
     python = "/shared/soft ware/lib/kimi-eagle/current/bin/python3"
-    fastest = float(node.ok(python, "-I", "-c", timing))
-    print(f"--help: {fastest * 1000:.0f} ms")
-    assert fastest < 0.15
+    wall, cpu = map(float, node.ok(python, "-I", "-c", TIMES, eagle).split())
+    print(f"--help: {wall * 1000:.0f} ms, of them {cpu * 1000:.0f} on the processor")
+    assert cpu < 0.15  # the machine may have other things to do
 
 
 def test_python_is_relocated(node: Node) -> None:
