@@ -40,7 +40,9 @@ if ! cmp -s /mnt/lock $home/lock 2>/dev/null; then
     # lock has the lock's hash.
     if grep -q '^[A-Za-z0-9]' /mnt/lock; then
         say "installing $(grep -c '^[A-Za-z0-9]' /mnt/lock) packages of the lock"
-        pip_install --ignore-installed --require-hashes --find-links /srv -r /mnt/lock
+        pip_install --no-compile --ignore-installed --require-hashes --find-links /srv -r /mnt/lock
+        # On all cores, which pip does not. Some packages hold templates that are no Python.
+        $home/bin/python -m compileall -qq -j 0 $home/lib || true
     fi
     cp /mnt/lock $home/lock
 fi
@@ -61,4 +63,4 @@ if [ "$flavour" = cpu ]; then
     [ ! -f /etc/apt/sources.list ] ||
         echo "deb http://deb.debian.org/debian bookworm main" >/etc/apt/sources.list
 fi
-chmod -R a+rX $home
+chmod -R a+rX,go-w $home

@@ -61,7 +61,7 @@ def wheels(flavour: str, *, lock: Path | None = None, say: Say = print) -> Path:
     RunError with pip's last words where a wheel cannot be had.
     """
     lock = lock or lock_file(flavour)
-    folder = cache() / "wheels" / sha256_file(lock)[:16]
+    folder = cache() / "wheels" / f"{sha256_file(lock)[:16]}-cp{PYTHON[flavour].replace('.', '')}"
     with exclusive(folder.with_suffix(".busy")):
         if folder.is_dir():
             return folder
