@@ -48,8 +48,8 @@ def submit(
     from pathlib import Path
 
     from kimi_eagle import recipe as recipes
-    from kimi_eagle.errors import UsageError
     from kimi_eagle.begin import begin
+    from kimi_eagle.errors import UsageError
     from kimi_eagle.rundir import RunDir, create_run
     from kimi_eagle.site import load_site
     from kimi_eagle.slurm import emit as emitting
