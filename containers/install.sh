@@ -105,6 +105,7 @@ make_folders() { # everything of ours below the prefix, and a place to work
     work=$versions/.new-$host-$$ tree=$work/tree
     said=$(mkdir -p -- "$tree" "$work/home" 2>&1) ||
         stop "$(last "${said#mkdir: }"); fix: another --prefix"
+    export TMPDIR=$work/home # older bashes write here-documents there; /tmp may be full
     trap 'rm -rf -- "$work"' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
@@ -139,7 +140,7 @@ run_python() { # ARGUMENTS...: the new Python, apart from whatever the user has 
             unset "${!PIP_@}"
             export PIP_CONFIG_FILE=/dev/null HOME="$work/home"
         fi
-        exec env TMPDIR="$work/home" LC_ALL=C.UTF-8 PYTHONNOUSERSITE=1 \
+        exec env LC_ALL=C.UTF-8 PYTHONNOUSERSITE=1 \
             "$tree/bin/${fact[python]}" -I -B "$@"
     )
 }

@@ -19,14 +19,14 @@ keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 include=gcc,libc6-dev,make,patch,patchelf,pkg-config,xz-utils,zlib1g-dev,libssl-dev,libffi-dev
 include+=,libsqlite3-dev,libbz2-dev,liblzma-dev,libstdc++6
 cache=${KIMI_EAGLE_CACHE:-$HOME/.cache/kimi-eagle}/python
-me=$(realpath "$0") out=${1:+$(realpath -m "$1")}
+me=$(realpath "$0") inside=$(dirname "$(realpath "$0")")/inside.sh out=${1:+$(realpath -m "$1")}
 umask 022
 export LC_ALL=C PATH=$PATH:/usr/sbin:/sbin
 
 say() { echo "python: $*" >&2; }
 stop() { echo "python: error: $*" >&2; exit 1; }
 quietly() { # COMMAND...: its output only when it fails
-    "$@" >"$work/log" 2>&1 || { tail -5 "$work/log" >&2; stop "failed: ${*:0:6}"; }
+    "$@" >"$work/log" 2>&1 || { tail -5 "$work/log" >&2; stop "failed: ${*:1:4}"; }
 }
 hand_over() { # FILE
     touch "$1"
@@ -51,7 +51,7 @@ exec 9>"$cache/build.busy"
 flock 9 # a second one waits, and takes what this one built
 work=$(mktemp -d "${TMPDIR:-/var/tmp}/kimi-eagle-python.XXXXXX")
 trap 'rm -rf --one-file-system "$work"' EXIT
-recipe=$(sha256sum <"$me" | cut -c1-16)
+recipe=$(echo "$include $old" | cat - "$inside" | sha256sum | cut -c1-16)
 if uris=$(source_now) && [ -n "$uris" ]; then
     key=$recipe-$(grep -o 'SHA256:[0-9a-f]*' <<<"$uris" | sort | sha256sum | cut -c1-16)
     [ ! -s "$cache/$key.tar" ] || { hand_over "$cache/$key.tar"; exit; }
@@ -63,21 +63,19 @@ else
     hand_over "$newest"
     exit
 fi
-[ "$(id -u)" = 0 ] || stop "a Debian 11 root is made by root only; fix: sudo $me," \
-    "or build it elsewhere and give bundle.py --python FILE.tar"
+[ "$(id -u)" = 0 ] || stop "a Debian 11 root is made by root only; fix:" \
+    "sudo $me FILE.tar, here or elsewhere, and bundle.py --python FILE.tar"
 command -v debootstrap >/dev/null || stop "debootstrap is missing; fix: apt-get install debootstrap"
 
-root=$work/root
+root=$work/root made=0
 for from in "${old_mirrors[@]}"; do
     say "a Debian 11 root from $from"
     rm -rf --one-file-system "$root"
     debootstrap --variant=minbase --keyring="$keyring" --include="$include" "$old" "$root" "$from" \
-        >"$work/log" 2>&1 && break
+        >"$work/log" 2>&1 && made=1 && break
     tail -3 "$work/log" >&2
-    root=
 done
-root=$work/root
-[ -x "$root/usr/bin/patchelf" ] || stop "no Debian 11 root; fix: KIMI_EAGLE_DEBIAN_OLD=URL of a mirror"
+[ "$made" = 1 ] || stop "no Debian 11 root; fix: KIMI_EAGLE_DEBIAN_OLD=URL of a mirror"
 
 echo "deb $security $old-security main" >"$root/etc/apt/sources.list.d/security.list"
 chroot "$root" sh -c 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qqy upgrade' \
@@ -89,56 +87,7 @@ say "building ${dsc%.dsc}"
 tar -xf "$work/source"/*.orig.tar.xz -C "$root/build" --no-same-owner
 tar -xf "$work/source"/*.debian.tar.xz -C "$root/build" --no-same-owner
 mv "$root"/build/Python-* "$root/build/python"
-cat >"$root/build/build.sh" <<'INSIDE'
-set -euo pipefail
-cd /build/python
-export LC_ALL=C SOURCE_DATE_EPOCH
-SOURCE_DATE_EPOCH=$(date -d "$(sed -n 's/^ -- .*>  //p' ../debian/changelog | head -1)" +%s)
-# The *.patch files are upstream's fixes; the *.diff files fit Python into Debian's own folders.
-for patch in $(grep '\.patch$' ../debian/patches/series); do
-    patch -p1 --silent <"../debian/patches/$patch"
-done
-./configure -q --prefix=/python --disable-test-modules --without-static-libpython \
-    --with-ensurepip=install CFLAGS=-g0
-make -s -j"$(nproc)"
-make -s install DESTDIR=/build/out
-cd /build/out/python
-for module in _bz2 _ctypes _hashlib _lzma _sqlite3 _ssl zlib; do
-    ls lib/python*/lib-dynload/"$module".*.so >/dev/null
-done
-
-# Only what a program needs at run time.
-rm -rf include share lib/pkgconfig lib/python*/{config-*,test,idlelib,turtledemo,tkinter,pydoc_data}
-find . -name __pycache__ -prune -exec rm -rf {} +
-find bin -type l -o -type f ! -name 'python3.[0-9]*' -o -name '*-config' | xargs rm -f
-python=$(cd bin && echo python3.*)
-ln -s "$python" bin/python3
-
-modules=(lib/python*/lib-dynload/*.so)
-strip "bin/$python" "${modules[@]}"
-libraries=$(ldd "bin/$python" "${modules[@]}" | sed -n 's/.* => \(\/[^ ]*\) .*/\1/p' | sort -u |
-    grep -vE '/(ld-linux.*|lib(c|m|dl|pthread|rt|util|resolv|nsl))[.-]')
-# numpy and pyarrow take the C++ library of the machine, and LD_LIBRARY_PATH may show them any.
-libraries+=$'\n'$(ldconfig -p | sed -n 's/.*x86-64) => \(.*\/lib\(stdc++\.so\.6\|gcc_s\.so\.1\)\)$/\1/p')
-mkdir -p share/licenses
-for library in $(sort -u <<<"$libraries"); do
-    cp -L "$library" lib/
-    package=$(dpkg -S "$(realpath "$library")" 2>/dev/null || dpkg -S "$library")
-    package=${package%%:*}
-    cp -L "/usr/share/doc/$package/copyright" "share/licenses/$package"
-    packages+=("$package")
-done
-dpkg-query -W "${packages[@]}" | sort -u >share/source.txt
-cp ../../python/LICENSE share/licenses/python
-chmod u+w,a+r lib/*.so*
-for library in lib/*.so*; do patchelf --force-rpath --set-rpath '$ORIGIN' "$library"; done
-for module in "${modules[@]}"; do patchelf --force-rpath --set-rpath '$ORIGIN/../..' "$module"; done
-patchelf --force-rpath --set-rpath '$ORIGIN/../lib' "bin/$python"
-patchelf --add-needed libstdc++.so.6 "bin/$python" # in one call patchelf mixes the two up
-# Byte code that stays right whatever a copy makes of the times of files; -B -f, or what compileall
-# imports itself would get the other kind.
-"bin/$python" -I -B -m compileall -q -f --invalidation-mode unchecked-hash lib
-INSIDE
+cp "$inside" "$root/build/build.sh"
 quietly chroot "$root" bash /build/build.sh
 { echo "${dsc%.dsc}"; grep -o 'SHA256:[0-9a-f]*' <<<"$uris"; } >>"$root/build/out/python/share/source.txt"
 

@@ -76,7 +76,7 @@ def _digest() -> str:
     """What a base is made from, as 16 hex digits."""
     digest = hashlib.sha256()
     trees = [path for part in ("src", "jobs", "slurm") for path in (ROOT / part).rglob("*")]
-    made_by = [ROOT / "pyproject.toml", ROOT / "containers/python/build.sh"]
+    made_by = [ROOT / "pyproject.toml", *(ROOT / "containers/python").iterdir()]
     for kind in ("lock", "sh", "py"):
         made_by += (ROOT / "containers").glob(f"*.{kind}")
     for path in sorted([*trees, *made_by]):

@@ -83,6 +83,6 @@ def test_an_unpinned_image_is_refused_before_work_begins(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("script", ["install.sh", "python/build.sh", "lock.sh"])
+@pytest.mark.parametrize("script", ["install.sh", "python/build.sh", "python/inside.sh", "lock.sh"])
 def test_scripts_parse(script: str) -> None:
     subprocess.run(["bash", "-n", ROOT / "containers" / script], check=True)
