@@ -364,3 +364,14 @@ def test_wheels_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(RunError, match="could not fetch"):
         wheels.wheels("cpu", lock=lock)
     assert [p.suffix for p in (tmp_path / "wheels").iterdir()] == [".busy"]
+
+
+@pytest.mark.campaign
+def test_every_wheel_of_the_cuda_lock_can_be_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For CPython 3.12 and the base image's libc, with the lock's hashes; 144 MB."""
+    monkeypatch.setenv("KIMI_EAGLE_CACHE", str(tmp_path))
+    found = {p.name.split("-")[0].replace("_", "-") for p in wheels.wheels("cuda").iterdir()}
+    locked = inside.lock_versions((ROOT / "containers" / "cuda.lock").read_text())
+    assert {n.lower().replace(".", "-") for n in found} == {n.replace(".", "-") for n in locked}
