@@ -17,6 +17,7 @@ from typing import Any
 from kimi_eagle import files, liveness
 from kimi_eagle.begin import begin
 from kimi_eagle.errors import RunError
+from kimi_eagle.ledger import Ledger
 from kimi_eagle.recipe import STAGES, Recipe
 from kimi_eagle.rundir import RunDir, StageDir
 from kimi_eagle.slurm import guard
@@ -72,9 +73,13 @@ def run_stages(
 
 def _publish(ctx: Context, states: list[StageState]) -> None:
     """Show the results of the current recipe, also those that an earlier run had made."""
-    for state in states:
-        if state.state == "done" and hasattr(module(state.name), "publish"):
+    digest = recipe_digest(ctx.recipe)
+    for state in (s for s in states if s.state == "done"):
+        if hasattr(module(state.name), "publish"):
             module(state.name).publish(ctx)
+        ledger = Ledger(ctx.run.stage(state.name), digest)
+        if (ledger.plan() or {}).get("recipe") != digest:  # no worker of this recipe was needed
+            ledger.write_plan(state.units)
 
 
 def _past(states: list[StageState], name: str, until: str) -> bool:

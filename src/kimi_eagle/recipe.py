@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kimi_eagle.errors import UsageError
-from kimi_eagle.typed_toml import Section, read_toml, validated
+from kimi_eagle.typed_toml import Section, home_path, read_toml, validated
 
 STAGES = ("regenerate", "prepare", "extract", "vocab", "train", "benchmark")
 
@@ -374,7 +374,7 @@ def parse(data: dict[str, Any], *, where: object, base: Path) -> Recipe:
 def _absolute(recipe: Recipe, base: Path) -> Recipe:
     def full(text: str) -> str:
         try:
-            return str((base / Path(text).expanduser()).resolve())
+            return str((base / home_path(text)).resolve())
         except (ValueError, RuntimeError) as e:
             raise UsageError(f"not a path: {text!r} ({e})", where=base) from None
 

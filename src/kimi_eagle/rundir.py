@@ -248,7 +248,7 @@ def create_run(path: Path) -> RunDir:
         raise UsageError("the run directory is a file", where=path)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        known = (run.spec, run.driver, run.slurm.path)
+        known = (run.spec, run.driver, run.slurm.path, run.image)
         others = (p for p in run.path.iterdir() if not p.name.startswith(files.TEMPORARY))
         ours = any(p.exists() for p in known) or not any(others)
         probe = files.temporary_name(run.path / "writable")

@@ -7,6 +7,7 @@ and the nearest key that exists: a misspelt key never passes as a default.
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -109,3 +110,11 @@ def _nearby(path: Path, kind: str, folder: Path) -> str:
     found = sorted(p.name for p in beside.glob("*.toml")) if beside.is_dir() else []
     near = difflib.get_close_matches(path.name, found, n=1, cutoff=0.4)
     return f"did you mean {beside / near[0]}?" if near else f"give the path of a {kind} file"
+
+
+def home_path(text: str) -> Path:
+    """`~` is the home of whoever started us; in an image $HOME is another."""
+    home = os.environ.get("KIMI_EAGLE_HOME")
+    if home and (text == "~" or text.startswith("~/")):
+        return Path(home, text[2:])
+    return Path(text).expanduser()

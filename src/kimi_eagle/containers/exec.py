@@ -198,6 +198,8 @@ set -u
 unset -f $(compgen -A function) # exported by a login shell, they would stand for commands
 unset "${{!LD_@}}"
 ke_refuse() {{ echo "error: $1" >&2; exit "${{2:-2}}"; }} # 2: trying again would change nothing
+export KIMI_EAGLE_HOME="${{HOME:-}}" # what ~ means in a recipe
+ke_mount=${{KIMI_EAGLE_MOUNT:-}}
 {checks}for ke_name in {secrets}; do
     [ -n "${{!ke_name+set}}" ] || [ "${{KIMI_EAGLE_SECRETS:-}}" = optional ] ||
         ke_refuse "secret not set: $ke_name; fix: export it before you submit"
@@ -233,7 +235,7 @@ if command -v iconv >/dev/null && ! ke_utf8 "${{ke_values[@]-}}"; then
 fi
 export {fixed}
 exec env ${{ke_odd[@]+"${{ke_odd[@]}}"}} {program} \\
-    ${{KIMI_EAGLE_MOUNT:+--mount "$KIMI_EAGLE_MOUNT"}} {options} "$@"
+    ${{ke_mount:+--mount "$ke_mount"}} {options} "$@"
 """
 
 _CHECK_IMAGE = """\

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle import begin, files
+from kimi_eagle import begin, files, runlock
 from kimi_eagle.errors import RunError
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.rundir import RunDir
@@ -76,6 +76,7 @@ def submit(
         except BaseException:
             queued.take_back()
             raise
+        runlock.write(run)  # the jobs' site and partition
     adopted = [x.entry | {"leaving": x.leaving, "live": len(x.tasks)} for x in live]
     return {
         "submitted": queued.fresh,

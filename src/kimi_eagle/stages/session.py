@@ -68,7 +68,7 @@ def run_stage(run_path: str | Path, stage: str) -> int:
         return REFUSED
     finally:
         nodes.close(folder)
-        runlock.write(ctx.run)
+        runlock.write(ctx.run, by="stage")
     return DONE
 
 
