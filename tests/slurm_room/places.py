@@ -2,7 +2,8 @@
 
 `host`: whoever runs the tests, and this checkout's Python. `root` and `user`: the image of the
 whole stack, submitted by root and by an account without any rights. That account has what a login
-node has: a Python with the light base alone, no torch, no vLLM, no checkout.
+node has: a Python with the light base alone, no torch, no vLLM, no checkout. `newer`: the same with
+what install.sh installs from a bundle, whose Python is two minor versions newer than the image's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def places(verifier: Path) -> Iterator[Callable[[str], Place]]:
     made: dict[str, Place] = {"host": Place()}
 
     def named(name: str) -> Place:
-        if name not in made:
+        if name == "newer" and name not in made:
+            made[name] = replace(named("user"), program=_installed())
+        elif name not in made:
             made[name] = _root() if name == "root" else _user(ground, verifier)
         return made[name]
 
@@ -118,6 +121,12 @@ def light_base(folder: Path) -> Path:
     done = subprocess.run([python, "-c", "import torch"], capture_output=True)
     assert done.returncode, "the light base must not have torch"
     return python
+
+
+def _installed() -> tuple[str, ...]:
+    from light_base import light_base
+
+    return (str(light_base() / "bin/kimi-eagle"),)
 
 
 def _open_python() -> str:

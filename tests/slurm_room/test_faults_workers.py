@@ -9,10 +9,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from campaign import UNITS, Case, records, wait  # noqa: E402
-from places import IN_IMAGE  # noqa: E402
 
 
-@IN_IMAGE
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(p, marks=pytest.mark.campaign) for p in ("host", "newer")] + ["user"],
+    indirect=True,
+)
 def test_scancel_of_one_array_task(case: Case) -> None:
     case.configure("workers = 2")
     case.open(3, 7, 9)
