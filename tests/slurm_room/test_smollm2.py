@@ -9,10 +9,14 @@ import pytest
 
 
 @pytest.mark.campaign
-def test_smollm2_as_jobs(testbed, eagle, verifier_dir, tmp_path: Path):
-    """About 10 minutes on 2 cores; the draft helps as much as the one made without Slurm."""
-    run = tmp_path / "smollm2"
-    done = eagle("submit", "jobs/smollm2.toml", "--site", "testbed", "--run", run)
+@pytest.mark.parametrize("where", ["host", "root"])
+def test_smollm2_as_jobs(where, place, testbed, eagle, verifier_dir, root: Path, tmp_path: Path):
+    """About 10 minutes on 2 cores; the draft helps as much as the one made without Slurm, on the
+    host's Python (`host`) and in the image (`root`)."""
+    run, site, image = tmp_path / "smollm2", tmp_path / "site.toml", place(where).image
+    text = (root / "slurm/sites/testbed.toml").read_text()
+    site.write_text(text + (f'\nimage = "{image}"\n' if image else ""))
+    done = eagle("submit", "jobs/smollm2.toml", "--site", site, "--run", run)
     assert done.returncode == 0, done.stderr
     watched = eagle("status", run, "--watch", timeout=2400)
     assert watched.returncode == 0, watched.stdout[-3000:]
