@@ -12,15 +12,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from campaign import Case, records  # noqa: E402
+from places import IN_IMAGE  # noqa: E402
 
 from kimi_eagle.recipe import STAGES  # noqa: E402
 from kimi_eagle.slurm.names import SHORT  # noqa: E402
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [pytest.param("host", marks=pytest.mark.campaign), "root", "user"], indirect=True
-)
+@IN_IMAGE
 def test_every_stage_as_jobs(case: Case) -> None:
     """4 workers a group, each held in its first unit until all four have one."""
     case.configure("workers = 4")
@@ -74,3 +73,22 @@ def test_every_stage_as_jobs(case: Case) -> None:
     assert suffixes == {e["suffix"] for e in entries}
     comments = {comment for _, _, comment in full}
     assert any(re.fullmatch(r"\d+% \d+k? tok/s( ETA \d+:\d\d)?", c) for c in comments), comments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["root"], indirect=True)
+def test_every_stage_in_the_image_as_root(case: Case) -> None:
+    """One worker a group: root's image is mounted by the kernel, a user's by squashfuse."""
+    case.submit(hold=False)
+    case.finish(900)
+    case.whole("regenerate", "prepare", "extract", "vocab")
+    made = [r for stage in STAGES for r in records(case.run, stage)]
+    assert {r["provenance"]["image"] for r in made} == {pinned_digest(case)}
+    results = json.loads((case.run / "bench/results.json").read_text())
+    assert results["identical_outputs"] is True
+
+
+def pinned_digest(case: Case) -> str:
+    """`sha256:...` of the run's image, as its lock says."""
+    lock = json.loads((case.run / "run.lock.json").read_text())
+    return f"sha256:{lock['image']['sha256']}"
