@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,19 +10,37 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 from campaign import Case, digests  # noqa: E402
+from places import IN_IMAGE  # noqa: E402
 
 
+def without_python(folder: Path) -> Path:
+    """Every program of this machine but Python."""
+    folder.mkdir()
+    for path in [*Path("/bin").iterdir(), *Path("/usr/sbin").iterdir()]:
+        if "python" not in path.name and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+@IN_IMAGE
 def test_one_file_by_sbatch(case: Case) -> None:
-    """vocab, from another folder's files; the run's own start.sh knows what to start."""
+    """vocab, from another folder's files; the run's own start.sh knows what to start.
+
+    In the image the job has bash and apptainer and nothing else: neither Python nor kimi-eagle.
+    """
     case.configure(site={"preamble": []})  # the usual one drops the file's arguments
     case.open()
     shutil.rmtree(case.run / "vocab")
     out = case.folder / "jobs"
     command = ("submit", case.recipe, "--site", case.site, "--run", case.run, "--emit", out)
     case.eagle(*command, "--only", "vocab")
+    path = os.environ["PATH"]
+    if case.place.image:
+        path = str(without_python(case.folder / "bin"))
     done = subprocess.run(
         ["sbatch", "--parsable", "2-vocab.sbatch", case.run],
-        cwd=out, env=case.bed.env, capture_output=True, text=True,
+        cwd=out, env={"PATH": path, "SLURM_CONF": case.bed.env["SLURM_CONF"]},
+        capture_output=True, text=True, **case.place.ids,
     )  # fmt: skip
     job = done.stdout.strip()
     assert case.bed.wait_state(job, "COMPLETED", "FAILED", seconds=90) == "COMPLETED", done.stderr
