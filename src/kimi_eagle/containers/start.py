@@ -60,7 +60,7 @@ def enter(run: RunDir, words: list[str], see: Path | None = None) -> None:
     if not run.start.is_file():
         raise UsageError("the run has an image and no start.sh", where=run.path, fix="submit again")
     env = os.environ | {"KIMI_EAGLE_SECRETS": "optional"}  # only jobs need them
-    if see is not None:
+    if see is not None and run.path not in see.parents:  # what is mounted cannot be replaced
         env["KIMI_EAGLE_MOUNT"] = mount_text(str(see), str(see), read_only=True)
     sys.stdout.flush()
     os.execvpe("bash", ["bash", str(run.start), *words], env)
