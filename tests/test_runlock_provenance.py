@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from kimi_eagle import provenance
+from kimi_eagle.containers import build
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,6 +64,22 @@ def test_what_changed_in_a_checkout(checkout: Path) -> None:
         f.write("# another\n")
     changed = facts(checkout / "src")
     assert len({clean["source"], changed["source"]}) == len({found["dirty"], changed["dirty"]}) == 2
+
+
+def test_a_pinned_image_is_no_change_of_code(checkout: Path) -> None:
+    pins = checkout / "containers" / "images.lock.json"
+    pins.parent.mkdir()
+    clean = facts(checkout / "src")
+    pins.write_text("new\n")
+    assert build.revision(checkout) == clean["commit"]
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-q", "-m", "pins")
+    pins.write_text("another\n")
+    head = git(checkout, "rev-parse", "HEAD").strip()
+    assert facts(checkout / "src") == clean | {"commit": head}
+    assert build.revision(checkout) == head
+    (pins.parent / "cpu.lock").write_text("")
+    assert build.revision(checkout) == f"{head}+dirty"
 
 
 def test_a_copy_without_git_has_the_same_source(checkout: Path, tmp_path: Path) -> None:

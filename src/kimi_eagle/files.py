@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,12 @@ def file_digest(path: Path) -> str:
         while block := f.read(1 << 22):
             state.update(block)
     return state.hexdigest()
+
+
+def sha256_of_all(digests: Mapping[str, str]) -> str:
+    """One sha256 for {name: sha256 of a file}: over the lines of sha256sum, in order of names."""
+    lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def sha256_file(path: Path) -> str:

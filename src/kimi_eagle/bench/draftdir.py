@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kimi_eagle import files
 from kimi_eagle.errors import UsageError
 
 # speculators' own formats, as vllm/transformers_utils/configs/speculators/base.py (0.31.0) maps
@@ -48,9 +49,7 @@ class DraftInfo:
         """sha256 hex over names and contents of config and weight files (a draft is small)."""
         total = hashlib.sha256()
         for file in sorted([self.path / "config.json", *_weights(self.path)]):
-            with file.open("rb") as stream:
-                part = hashlib.file_digest(stream, "sha256").hexdigest()
-            total.update(f"{file.name} {part}\n".encode())
+            total.update(f"{file.name} {files.sha256_file(file)}\n".encode())
         return total.hexdigest()
 
 

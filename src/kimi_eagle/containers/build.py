@@ -40,6 +40,7 @@ from kimi_eagle.containers.wheels import (
 )
 from kimi_eagle.containers.workplace import run, search_path, workplace
 from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.provenance import NO_PINS, git
 
 if TYPE_CHECKING:
     from kimi_eagle.site import Site
@@ -104,18 +105,12 @@ def build(
             own = own_wheel(context / "app")
             (context / "facts").write_text(_lines(facts(lock, own)))
         args |= {"BOOTSTRAP": base[0], "BASE": _short(base, work)}
-        fresh = files.temporary_name(out)
-        try:
+        with _whole(out) as fresh:
             with _step(report, "image", say):
                 _apptainer_build(flavour, fresh, context, house, work, args)
             with _step(report, "bill of materials", say):
                 bill = _read_out(fresh, "/opt/kimi-eagle/sbom.cdx.json", work)
-            fresh.chmod(0o644)
-            files.fsync_file(fresh)
             files.write_atomic(sbom_path(out), bill)
-            os.replace(fresh, out)
-        finally:
-            fresh.unlink(missing_ok=True)
     report.bytes = out.stat().st_size
     say(f"{out}: {report.bytes / 1e9:.2f} GB in {sum(report.seconds.values()):.0f} s")
     return report
@@ -150,15 +145,8 @@ def base_image(
             with _step(report, "  wheels", say):
                 house = wheels(flavour, lock=lock, say=say)
             context = _context(work, lock)
-            fresh = files.temporary_name(path)
-            try:
-                with _step(report, "  system, lock, packing", say):
-                    _apptainer_build(flavour, fresh, context, house, work, args, test=False)
-                fresh.chmod(0o644)
-                files.fsync_file(fresh)
-                os.replace(fresh, path)
-            finally:
-                fresh.unlink(missing_ok=True)
+            with _whole(path) as fresh, _step(report, "  system, lock, packing", say):
+                _apptainer_build(flavour, fresh, context, house, work, args, test=False)
     return path
 
 
@@ -187,29 +175,19 @@ def facts(lock: Path, wheel: Path) -> dict[str, str]:
 
 def revision(root: Path) -> str:
     """Git commit of a checkout, `+dirty` where what goes into the wheel differs from it."""
-    head = _git(root, "rev-parse", "HEAD")
+    head = git(root, "rev-parse", "HEAD")
     packed = ("src", "jobs", "slurm", "containers", "pyproject.toml", "README.md")
-    changed = _git(root, "status", "--porcelain", "--", *packed)
-    return "unknown" if not head else head + ("+dirty" if changed else "")
+    changed = git(root, "status", "--porcelain", "--", *packed, NO_PINS)
+    return head.decode().strip() + ("+dirty" if changed else "") if head else "unknown"
 
 
 def _origin(root: Path) -> str:
     """Where the checkout came from, without user names and passwords; `unknown` for a folder."""
-    url = _git(root, "remote", "get-url", "origin") or ""
+    url = (git(root, "remote", "get-url", "origin") or b"").decode().strip()
     found = re.fullmatch(r"(https?://)(?:[^@/]*@)?([^\s?#]+)|(?:ssh://)?git@([^\s?#]+)", url)
     if not found:
         return "unknown"
     return f"{found[1]}{found[2]}" if found[1] else f"git@{found[3]}"
-
-
-def _git(root: Path, *args: str) -> str | None:
-    # Also where the checkout is somebody else's; then nothing that its settings name is run.
-    argv = ["git", "-c", f"safe.directory={root}", "-c", "core.fsmonitor=false", "-C", str(root)]
-    argv += args
-    try:
-        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _lines(pairs: Mapping[str, str]) -> str:
@@ -218,8 +196,7 @@ def _lines(pairs: Mapping[str, str]) -> str:
 
 def check_possible(flavour: str, out: Path, replace: bool, *, here: bool = True) -> None:
     """UsageError or RunError where a build could only fail. here: this machine builds."""
-    if flavour not in DEFINITIONS:
-        raise UsageError(f"no flavour {flavour!r}", expected=" or ".join(DEFINITIONS))
+    lock_file(flavour)
     if not out.parent.is_dir():
         raise UsageError("no such folder", where=out.parent, fix=f"mkdir -p {out.parent}")
     if out.is_dir() or (out.exists() and not replace):
@@ -237,11 +214,24 @@ def _step(report: BuildReport, name: str, say: Say) -> Iterator[None]:
     say(f"{name}: {report.seconds[name]:.1f} s")
 
 
-def _forget_older(folder: Path, pattern: str, days: float = 1) -> None:
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name for a file to build, which becomes `path` at the end and goes away on any failure."""
+    fresh = files.temporary_name(path)
+    try:
+        yield fresh
+        fresh.chmod(0o644)
+        files.fsync_file(fresh)
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _forget_older(folder: Path, pattern: str) -> None:
     """Remove base images that no build has used for a day."""
     for path in folder.glob(pattern):
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > days * 86_400:
+            if time.time() - path.stat().st_mtime > 86_400:
                 path.unlink()
 
 

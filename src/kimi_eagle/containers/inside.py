@@ -9,7 +9,6 @@ Versions are read from what is installed, never from what should be. Nothing but
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import platform
@@ -20,6 +19,7 @@ import traceback
 from importlib import metadata
 from pathlib import Path
 
+from kimi_eagle import files
 from kimi_eagle.provenance import version
 
 HOME = Path(sys.prefix)
@@ -35,18 +35,11 @@ def lock_versions(text: str) -> dict[str, str]:
     return dict(re.findall(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([^\s;\\]+)", text, re.MULTILINE))
 
 
-def source_files_digest(files: dict[str, bytes]) -> str:
-    """sha256 over {path in site-packages: bytes} of our package, in the order of the paths."""
-    total = hashlib.sha256()
-    for name in sorted(files):
-        total.update(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n".encode())
-    return total.hexdigest()
-
-
 def source_digest(package: Path) -> str:
-    """`source_files_digest` of our package as it is installed in a folder."""
-    files = [f for f in package.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
-    return source_files_digest({str(f.relative_to(package.parent)): f.read_bytes() for f in files})
+    """One sha256 for the files of our package, by their paths in site-packages."""
+    found = [f for f in package.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
+    digests = {str(f.relative_to(package.parent)): files.sha256_file(f) for f in found}
+    return files.sha256_of_all(digests)
 
 
 def labels(flavour: str, facts: dict[str, str], package: Path = PACKAGE) -> dict[str, str]:

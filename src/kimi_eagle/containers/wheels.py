@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -18,9 +19,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kimi_eagle.containers.inside import lock_versions, source_files_digest
+from kimi_eagle.containers.inside import lock_versions
 from kimi_eagle.errors import RunError, UsageError
-from kimi_eagle.files import sha256_file
+from kimi_eagle.files import sha256_file, sha256_of_all
 
 Say = Callable[[str], object]
 
@@ -100,7 +101,7 @@ def source_digest(wheel: Path) -> str:
     """What `inside.source_digest` gives where this wheel is installed."""
     with zipfile.ZipFile(wheel) as archive:
         names = [n for n in archive.namelist() if n.startswith("kimi_eagle/") and n[-1] != "/"]
-        return source_files_digest({n: archive.read(n) for n in names})
+        return sha256_of_all({n: hashlib.sha256(archive.read(n)).hexdigest() for n in names})
 
 
 @contextlib.contextmanager
