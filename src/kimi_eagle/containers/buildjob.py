@@ -15,20 +15,18 @@ import sys
 from pathlib import Path
 
 from kimi_eagle import files
-from kimi_eagle.containers import build, wheels
+from kimi_eagle.containers import build, pins, wheels
 from kimi_eagle.errors import KimiEagleError, RunError, UsageError
 from kimi_eagle.site import Site
 from kimi_eagle.slurm import queue
-
-_UNSAFE = frozenset("%\\'\"`$!\n\r\t\0")
-"""Slurm replaces % in --output and has its own mind about quotes and backslashes."""
+from kimi_eagle.slurm.sbatch import UNSAFE_IN_PATHS
 
 
 def submit(site: Site, flavour: str, out: Path) -> str:
     """Submit the build; the job's id. UsageError where it cannot work, RunError if refused."""
     out = Path(os.path.abspath(out))
     build.check_possible(flavour, out, replace=False, here=False)
-    if bad := sorted(_UNSAFE & set(str(out))):
+    if bad := sorted(UNSAFE_IN_PATHS & set(str(out))):
         raise UsageError(f"{bad[0]!r} in the path of a job's file", where=out)
     wheels.wheels(flavour)
     wheels.pip_wheel()
@@ -82,8 +80,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("scratch", type=Path)
     told = parser.parse_args(argv)
-    from kimi_eagle.containers import pins
-
     try:
         report = build.build(told.flavour, told.out, workdir=told.scratch)
         made = pins.lock(report.path)

@@ -303,8 +303,8 @@ def node_script(settings: ExecSettings, command: Iterable[str] = ()) -> str:
     )
 
 
-def check_program(name: str) -> None:
-    """RunError where the program is not there, or is no Apptainer."""
+def check_program(name: str) -> str:
+    """Where the program is; RunError where it is not there, or is no Apptainer."""
     program = shutil.which(name)
     if program is None:
         raise RunError(
@@ -314,6 +314,7 @@ def check_program(name: str) -> None:
     said = (done.stdout or done.stderr).strip()
     if done.returncode or not said.startswith("apptainer version"):
         raise RunError(f"this is not Apptainer: {said[:80]!r}", where=program, expected="Apptainer")
+    return program
 
 
 def _path(text: str, what: str) -> str:

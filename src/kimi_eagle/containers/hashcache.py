@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -62,28 +62,35 @@ def sha256(
         return str(known["sha256"])
     age = time.time() - max(seen.st_ctime_ns, seen.st_mtime_ns) / 1e9
     with sif.open_image(path) as file:
-        digest = _read(file, path, seen.st_size, progress)
+        state = hashlib.sha256()
+        for block in blocks(file, path, seen.st_size, progress):
+            state.update(block)
         # Of the open file, and of what the path names now: it may have been replaced.
         if not key == line_of(os.fstat(file.fileno())) == _line_now(path):
             raise changed(path)
     if age > SETTLED_SECONDS:
-        _remember(path, {"stat": key, "sha256": digest})
-    return digest
-
-
-def _read(file: BinaryIO, path: str, left: int, progress: Progress | None) -> str:
-    state, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
-    try:
-        while count := file.readinto(block):  # type: ignore[attr-defined]
-            state.update(block[:count])
-            left -= count
-            if left < 0:  # it grows, perhaps for ever
-                raise changed(path)
-            if progress:
-                progress(count)
-    except OSError as e:
-        raise UsageError(f"image cannot be read: {e.strerror}", where=path) from None
+        _remember(path, {"stat": key, "sha256": state.hexdigest()})
     return state.hexdigest()
+
+
+def blocks(
+    file: BinaryIO, path: str, size: int, progress: Progress | None
+) -> Iterator[memoryview]:
+    """The bytes of an open image, each block good until the next; UsageError beyond `size`."""
+    block = memoryview(bytearray(_BLOCK))
+    while True:
+        try:
+            count = file.readinto(block)  # type: ignore[attr-defined]
+        except OSError as e:
+            raise UsageError(f"image cannot be read: {e.strerror}", where=path) from None
+        if not count:
+            return
+        size -= count
+        if size < 0:  # it grows, perhaps for ever
+            raise changed(path)
+        yield block[:count]
+        if progress:
+            progress(count)
 
 
 def changed(path: str) -> UsageError:

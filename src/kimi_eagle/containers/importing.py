@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 
 from kimi_eagle import files
 from kimi_eagle.containers import children, hashcache, lockfile, pins, sif
+from kimi_eagle.containers.exec import check_program
 from kimi_eagle.containers.hashcache import Progress
 from kimi_eagle.errors import RunError, UsageError
 
@@ -38,8 +39,6 @@ COMPRESSION = ("-comp", "zstd", "-Xcompression-level", "3")
 _REMOTE = re.compile(r"(docker|library|oras|shub|https?|docker-daemon|ipfs)://.|docker-daemon:.")
 _LOCAL = re.compile(r"(docker-archive|oci-archive|oci|localimage|sandbox|dir):(//)?(?P<file>.+)")
 _PLAIN = re.compile(r"[A-Za-z0-9_./@+-]+")
-_NOT_IN_PATHS = frozenset(":\"'$()`;&|<>\n\r")
-"""In the path of its temporary folder: Apptainer 1.4.5 fails, or loses the labels silently."""
 _BROKEN = (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 _BLOCK = 4 << 20
 
@@ -71,11 +70,7 @@ def import_image(
     if not replace and kind != "sif":  # what is built is never the same twice
         lockfile.refuse_other(lock_file, entry, None)
     if folder.exists() and not os.access(folder, os.W_OK):
-        raise UsageError(
-            "the lock file cannot be written",
-            where=folder,
-            fix="--into ~/.config/kimi-eagle, or another folder of your own",
-        )
+        raise lockfile.unwritable(folder)
     with _workshop(target) as work:
         made = work / "image.sif"
         say(f"{'copy' if kind == 'sif' else 'build'} from {kind}: {origin}")
@@ -190,12 +185,10 @@ def _workshop(target: Path) -> Iterator[Path]:
             f"cannot be written: {e.strerror}", where=target.parent, fix="-o FILE elsewhere"
         ) from None
     try:
-        with children.ends_like_ctrl_c():
+        with children.gone_at_the_end(work):
             yield work
     except OSError as e:
         raise RunError(f"not imported: {e.strerror or e}", where=e.filename or target) from None
-    finally:
-        children.remove(work)
 
 
 def _copy(origin: Path, made: Path, progress: Progress | None) -> str:
@@ -203,35 +196,26 @@ def _copy(origin: Path, made: Path, progress: Progress | None) -> str:
     sif.read_header(origin)
     state = hashlib.sha256()
     with sif.open_image(origin) as source, open(made, "xb") as copy:
-        before = hashcache.line_of(os.fstat(source.fileno()))
-        left = os.fstat(source.fileno()).st_size
-        while left >= 0 and (block := source.read(_BLOCK)):  # it may grow for ever
-            left -= len(block)
+        before = os.fstat(source.fileno())
+        for block in hashcache.blocks(source, str(origin), before.st_size, progress):
             state.update(block)
             copy.write(block)
-            if progress:
-                progress(len(block))
-        if before != hashcache.line_of(os.fstat(source.fileno())):
+        if hashcache.line_of(before) != hashcache.line_of(os.fstat(source.fileno())):
             raise hashcache.changed(str(origin))
     return state.hexdigest()
 
 
 def _build(kind: str, origin: Path, work: Path) -> None:
     """image.sif in the folder `work`, by apptainer build."""
-    program = shutil.which("apptainer")
-    if program is None:
-        raise RunError(
-            "no program 'apptainer', which makes a SIF file of this",
-            where=origin,
-            fix="module load apptainer, or sudo bash containers/install-apptainer.sh",
-        )
+    program = check_program("apptainer")
     kind, plain = _prepared(kind, origin, work)
     argv = [program, "build", "--disable-cache", "--mksquashfs-args", " ".join(COMPRESSION)]
     argv += ["image.sif", plain if kind == "sandbox" else f"{kind}:{plain}"]
     # HOME may be full or nobody's to write.
-    env = sif.clean_env() | {"HOME": str(work), "APPTAINER_CONFIGDIR": str(work / "config")}
+    own = {f"APPTAINER_{name}DIR": str(work / name.lower()) for name in ("CONFIG", "CACHE")}
+    env = children.environment() | {"HOME": str(work), **own}
     env["APPTAINER_TMPDIR"] = _unpacking_folder(work, env)
-    code, said = children.run(argv, work / "log", cwd=work, env=env)
+    code, said = children.run(argv, work, env)
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     left_out = [line for line in lines if "level=error" in line]
     if kind == "sandbox" and left_out:
@@ -250,12 +234,7 @@ def _unpacking_folder(work: Path, env: Mapping[str, str]) -> str:
     """What the user says, else beside the result, where there has to be room anyway."""
     beside = str(work) if _PLAIN.fullmatch(str(work)) else env.get("TMPDIR") or "/tmp"
     folder = env.get("APPTAINER_TMPDIR") or beside
-    if bad := sorted(_NOT_IN_PATHS & set(folder)):
-        raise UsageError(
-            f"Apptainer cannot unpack in a folder with {bad[0]!r} in its path",
-            where=repr(folder),
-            fix="export APPTAINER_TMPDIR=/another/folder",
-        )
+    children.refuse_odd(folder, "unpack", fix="export APPTAINER_TMPDIR=/another/folder")
     return folder
 
 

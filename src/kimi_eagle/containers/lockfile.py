@@ -24,6 +24,7 @@ from kimi_eagle.turns import turn
 
 NAME = "images.lock.json"
 FORMAT = "images/1"
+_FIELDS = ("file", "sha256", "bytes", "sif_id", "arch", "labels", "locked")
 _MOST_BYTES = 16 << 20
 
 
@@ -70,19 +71,23 @@ def add(lock: Path, entry: Entry, *, replace: bool) -> None:
             document = _document(lock)
             if not replace:
                 _refuse_other(_entries(lock, document), lock, entry.name, entry.sha256)
-            fields = ("file", "sha256", "bytes", "sif_id", "arch", "labels", "locked")
-            document["images"][entry.name] = {name: getattr(entry, name) for name in fields}
+            document["images"][entry.name] = {name: getattr(entry, name) for name in _FIELDS}
             text = json.dumps(document, indent=1, sort_keys=True)
             mode = stat.S_IMODE(lock.stat().st_mode) if lock.exists() else None
             files.write_atomic(lock, text + "\n")
             if mode is not None:  # others can still read what they could
                 lock.chmod(mode)
     except OSError as e:
-        raise UsageError(
-            f"the lock file cannot be written: {e.strerror or e}",
-            where=lock,
-            fix="--into ~/.config/kimi-eagle, or another folder of your own",
-        ) from None
+        raise unwritable(lock, f": {e.strerror or e}") from None
+
+
+def unwritable(where: Path, why: str = "") -> UsageError:
+    """What to say of a lock file, or the folder for it, that this user may not write."""
+    return UsageError(
+        f"the lock file cannot be written{why}",
+        where=where,
+        fix="--into ~/.config/kimi-eagle, or another folder of your own",
+    )
 
 
 def refuse_other(lock: Path, name: str, sha256: str | None) -> None:
@@ -149,8 +154,7 @@ def _entry(lock: Path, name: str, value: Any) -> Entry:
     labels = value.get("labels")
     if not isinstance(labels, dict) or not all(isinstance(v, str) for v in labels.values()):
         raise _damaged(lock, f"images.{name}.labels is no object of texts")
-    keys = ("file", "sha256", "bytes", "sif_id", "arch", "labels", "locked")
-    return Entry(lock, name, **{key: value[key] for key in keys})
+    return Entry(lock, name, **{key: value[key] for key in _FIELDS})
 
 
 _MEND = "take it from git again, or move it away and lock each image anew: kimi-eagle image lock"

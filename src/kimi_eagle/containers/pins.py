@@ -124,7 +124,11 @@ def common_lock_files() -> list[Path]:
 
 def all_entries() -> list[lockfile.Entry]:
     """All that is pinned in `common_lock_files`."""
-    return [entry for file in common_lock_files() for entry in lockfile.read(file).values()]
+    return _entries(common_lock_files())
+
+
+def _entries(locks: list[Path]) -> list[lockfile.Entry]:
+    return [entry for lock in locks for entry in lockfile.read(lock).values()]
 
 
 def _common_folders() -> list[str]:
@@ -188,9 +192,9 @@ def entry_name(path: str | os.PathLike[str], name: str | None) -> str:
     return name
 
 
-def locked_at(sha256: str, files: list[Path]) -> list[lockfile.Entry]:
+def locked_at(sha256: str, locks: list[Path]) -> list[lockfile.Entry]:
     """All entries of these lock files with that digest."""
-    return [e for file in files for e in lockfile.read(file).values() if e.sha256 == sha256]
+    return [entry for entry in _entries(locks) if entry.sha256 == sha256]
 
 
 def look(path: str | os.PathLike[str]) -> tuple[os.stat_result, Image]:
@@ -210,7 +214,7 @@ def _pinned(
     fresh: bool,
     progress: Progress | None,
 ) -> Image:
-    entries = [e for file in locks for e in lockfile.read(file).values()]
+    entries = _entries(locks)
     command = f"kimi-eagle image lock {shlex.quote(image.path)}"
     if not entries:
         raise _in_no_lock(image, locks, command)

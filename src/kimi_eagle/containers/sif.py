@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from kimi_eagle.containers import children
 from kimi_eagle.errors import UsageError
 
 ARCHITECTURES = {
@@ -186,23 +187,14 @@ def _inspected(path: str | os.PathLike[str]) -> dict[str, str]:
         )
     argv = [program, "inspect", "--json", "--labels", os.path.abspath(path)]
     try:
-        done = subprocess.run(argv, capture_output=True, env=clean_env(), timeout=300)
+        env = children.environment()
+        done = subprocess.run(argv, capture_output=True, env=env, timeout=300)
     except subprocess.TimeoutExpired:
         raise UsageError("apptainer inspect does not answer", where=path) from None
     if done.returncode:
         said: Any = done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no reason"]
         raise UsageError(f"apptainer inspect failed: {said[-1]}", where=path)
     return _labels_of(done.stdout, path)
-
-
-def clean_env() -> dict[str, str]:
-    """This environment without what would change what Apptainer does."""
-    kept = ("APPTAINER_TMPDIR", "APPTAINER_DROP_CAPS")
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in kept or not name.startswith(("APPTAINER", "SINGULARITY"))
-    }
 
 
 def _truncated(path: object, size: int, wanted: int) -> UsageError:
