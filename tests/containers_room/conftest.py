@@ -12,6 +12,7 @@ import pwd
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,29 +21,16 @@ from typing import Any
 
 import pytest
 
-from kimi_eagle.containers.exec import (
-    ExecSettings,
-    node_script,
-)
+from kimi_eagle.containers.exec import ExecSettings, node_script
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside the tests
+from small_image import LABELS, WITH_PYTHON, build, make  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTALLER = ROOT / "containers" / "install-apptainer.sh"
 
-DEFINITION = """\
-Bootstrap: scratch
-
-%setup
-    cd "$APPTAINER_ROOTFS"
-    mkdir -p bin dev etc home proc root run sys tmp usr/bin usr/lib var/tmp
-    python=$(readlink -f /usr/bin/python3)
-    lib=/usr/lib/$(basename "$python")
-    touch etc/passwd etc/group
-    cp "$python" usr/bin/python3
-    cp /bin/dash bin/sh
-    cp -r "$lib" usr/lib/
-    cp -L --parents $(ldd "$python" /bin/dash "$lib"/lib-dynload/*.so |
-        grep -o '/[^ )]*' | grep -v ':$' | sort -u) .
-
+DEFINITION = f"""\
+{WITH_PYTHON}
 %environment
     export HF_HOME=/of/the/image PYTHONNOUSERSITE=0 OF_THE_IMAGE=1
 """
@@ -148,14 +136,36 @@ def ground() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def image(apptainer: str, ground: Path) -> Path:
-    definition, built = ground / "python.def", ground / "python.sif"
-    definition.write_text(DEFINITION)
-    fast = ["--mksquashfs-args", "-comp zstd -Xcompression-level 1"]
-    done = subprocess.run(
-        [apptainer, "build", *fast, str(built), str(definition)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return built
+    return make(ground / "python.sif", DEFINITION)
+
+
+@pytest.fixture(scope="session")
+def small(apptainer: str, ground: Path) -> Path:
+    """An image of ours with a shell only. Not to be changed by a test."""
+    return build(ground / "small.sif", LABELS)
+
+
+@pytest.fixture(scope="session")
+def plain(apptainer: str, ground: Path) -> Path:
+    """Without our labels. Not to be changed by a test."""
+    return build(ground / "plain.sif", {"title": "something else"})
+
+
+@pytest.fixture
+def own(small: Path, tmp_path: Path) -> Path:
+    """A copy for this test."""
+    return Path(shutil.copy(small, tmp_path / "own.sif"))
+
+
+@pytest.fixture
+def nobodys_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No lock file or cache of this machine's user gets into a test."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return home
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -17,12 +16,13 @@ from typing import Any
 import pytest
 
 from kimi_eagle.containers import sif
+from kimi_eagle.containers.build import FAST
 from kimi_eagle.containers.pins import REQUIRED_LABELS
 
 LABELS = {name: f'of a "test", {name[-4:]}=1' for name in REQUIRED_LABELS}
 LABELS |= {"ai.kimi-eagle.flavour": "cpu", "ai.kimi-eagle.cuda-arch": "sm_90 sm_100"}
 
-DEFINITION = """\
+WITH_SHELL = """\
 Bootstrap: scratch
 
 %setup
@@ -31,48 +31,33 @@ Bootstrap: scratch
     cp /bin/dash bin/sh
     cp -L --parents $(ldd /bin/dash | grep -o '/[^ )]*') .
 """
+WITH_PYTHON = f"""\
+{WITH_SHELL}
+    touch etc/passwd etc/group
+    python=$(readlink -f /usr/bin/python3)
+    lib=/usr/lib/$(basename "$python")
+    cp "$python" usr/bin/python3
+    cp -r "$lib" usr/lib/
+    cp -L --parents $(ldd "$python" "$lib"/lib-dynload/*.so |
+        grep -o '/[^ )]*' | grep -v ':$' | sort -u) .
+"""
+"""Of this machine."""
 
 
-def build(out: Path, labels: dict[str, str]) -> Path:
-    """A SIF file whose root folder has a shell only."""
-    definition = out.with_suffix(".def")
-    lines = "".join(f"    {name} {value}\n" for name, value in labels.items())
-    definition.write_text(DEFINITION + "\n%labels\n" + lines)
-    argv = ["apptainer", "-q", "build", "--mksquashfs-args", "-comp zstd -Xcompression-level 1"]
-    done = subprocess.run([*argv, str(out), str(definition)], capture_output=True, text=True)
+def make(out: Path, definition: str) -> Path:
+    """A SIF file of a definition."""
+    file = out.with_suffix(".def")
+    file.write_text(definition)
+    argv = ["apptainer", "-q", "build", "--mksquashfs-args", FAST, str(out), str(file)]
+    done = subprocess.run(argv, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out
 
 
-@pytest.fixture(scope="session")
-def small(apptainer: str, ground: Path) -> Path:
-    """Not to be changed by a test."""
-    path = ground / "small.sif"
-    return path if path.exists() else build(path, LABELS)
-
-
-@pytest.fixture(scope="session")
-def plain(apptainer: str, ground: Path) -> Path:
-    """Without our labels. Not to be changed by a test."""
-    path = ground / "plain.sif"
-    return path if path.exists() else build(path, {"title": "something else"})
-
-
-@pytest.fixture
-def own(small: Path, tmp_path: Path) -> Path:
-    """A copy for this test."""
-    return Path(shutil.copy(small, tmp_path / "own.sif"))
-
-
-@pytest.fixture(autouse=True)
-def nobodys_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No lock file or cache of this machine's user gets into a test."""
-    home = tmp_path / "home"
-    home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return home
+def build(out: Path, labels: dict[str, str]) -> Path:
+    """A SIF file whose root folder has a shell only."""
+    lines = "".join(f"    {name} {value}\n" for name, value in labels.items())
+    return make(out, f"{WITH_SHELL}\n%labels\n{lines}")
 
 
 def patch(path: Path, offset: int, data: bytes) -> None:

@@ -1,25 +1,23 @@
 """A run goes on in another image only when a person says so, and that is noted."""
-# ruff: noqa: F811 (fixtures that are imported)
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from small_image import LABELS, build
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_image import LABELS, build, nobodys_home, small  # noqa: E402, F401
+from kimi_eagle import accepted, files, lock_checks, runlock
+from kimi_eagle.cli import main
+from kimi_eagle.containers import pins
+from kimi_eagle.errors import RunError
+from kimi_eagle.recipe import load
+from kimi_eagle.rundir import RunDir, create_run, follow
 
-from kimi_eagle import accepted, files, lock_checks, runlock  # noqa: E402
-from kimi_eagle.cli import main  # noqa: E402
-from kimi_eagle.containers import pins  # noqa: E402
-from kimi_eagle.errors import RunError  # noqa: E402
-from kimi_eagle.recipe import load  # noqa: E402
-from kimi_eagle.rundir import RunDir, create_run, follow  # noqa: E402
+pytestmark = pytest.mark.usefixtures("nobodys_home")
 
 TINY = Path(__file__).resolve().parents[1] / "recipes/tiny.toml"
 

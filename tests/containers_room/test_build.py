@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_image import WITH_PYTHON, make
 
 from kimi_eagle.containers import build as builder
 from kimi_eagle.containers import inside, sif, wheels
@@ -38,22 +39,12 @@ LIGHT = (
 )
 """What the command line imports before a stage does."""
 
-TINY_BASE = """\
-Bootstrap: scratch
-
-%setup
-    cd "$APPTAINER_ROOTFS"
-    mkdir -p bin dev etc home mnt opt proc root run srv sys tmp usr/bin usr/lib var/tmp
-    python=$(readlink -f /usr/bin/python3)
-    lib=/usr/lib/$(basename "$python")
-    touch etc/passwd etc/group
-    cp "$python" usr/bin/python3
-    cp /bin/dash bin/sh
-    cp -r "$lib" usr/lib/
+TINY_BASE = f"""\
+{WITH_PYTHON}
+    mkdir mnt opt srv
     programs="/bin/cat /bin/chmod /bin/cp /bin/grep /bin/mkdir /bin/rm /bin/sed /usr/bin/cmp"
     cp $programs usr/bin/
-    cp -L --parents $(ldd "$python" /bin/dash $programs "$lib"/lib-dynload/*.so |
-        grep -o '/[^ )]*' | grep -v ':$' | sort -u) .
+    cp -L --parents $(ldd $programs | grep -o '/[^ )]*' | grep -v ':$' | sort -u) .
     # What wheels find on every Linux.
     cp -L --parents $(/sbin/ldconfig -p | grep -F x86-64 |
         grep -oE '/[^ ]*/lib(gcc_s|stdc\\+\\+|m|dl|rt|pthread|util)[.]so[.][0-9]+$') .
@@ -62,15 +53,7 @@ Bootstrap: scratch
 
 @pytest.fixture(scope="module")
 def tiny_base(apptainer: str, ground: Path) -> Path:
-    definition, made = ground / "tiny.def", ground / "tiny.sif"
-    definition.write_text(TINY_BASE)
-    done = subprocess.run(
-        [apptainer, "build", "--mksquashfs-args", builder.FAST, str(made), str(definition)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return made
+    return make(ground / "tiny.sif", TINY_BASE)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from stack import stack_image
 
 from kimi_eagle.containers import build as builder
 from kimi_eagle.containers import inside, pins, wheels
 from kimi_eagle.files import sha256_file
-
-sys.path.insert(0, str(Path(__file__).parent))
-from stack import stack_image  # noqa: E402
 
 pytestmark = pytest.mark.slow
 LOCK = Path(__file__).resolve().parents[2] / "containers" / "cpu.lock"

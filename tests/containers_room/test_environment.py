@@ -78,9 +78,7 @@ def test_nothing_of_a_poisoned_host_gets_in(room: Any) -> None:
         "answer = dict(os.environ), sys.path, site.ENABLE_USER_SITE, os.path.exists('/poison')"
     )
     settings = room.settings()
-    inside, path, user_site, bound = room.python(
-        settings, code, host_env=host, cwd=home
-    )
+    inside, path, user_site, bound = room.python(settings, code, host_env=host, cwd=home)
     shown = {k: v for k, v in inside.items() if "poison" in k + v}
     assert shown == {} and not any("poison" in p or str(home) in p for p in path)
     assert not user_site and not bound
@@ -98,6 +96,7 @@ def test_the_lists_hold(room: Any) -> None:
     host |= {"MINE": "1", "HF_TOKEN": "t", "VLLM_USE_V1": "1", "OTHER": "no"}
     settings = room.settings(allow=("MINE", "VLLM_*"), secrets=("HF_TOKEN",))
     inside = room.python(settings, ALL, host_env=host)
+    assert inside.pop("KIMI_EAGLE_HOME") == "no"  # the host's HOME by another name
     assert {k for k, v in inside.items() if v == "yes"} >= {n for n in host if host[n] == "yes"}
     assert {"MINE", "HF_TOKEN", "VLLM_USE_V1"} < set(inside) and "no" not in inside.values()
 

@@ -1,5 +1,4 @@
 """`kimi-eagle image ...` as a user types it."""
-# ruff: noqa: F811 (fixtures that are imported)
 
 from __future__ import annotations
 
@@ -14,20 +13,12 @@ from typing import Any
 
 import click.testing
 import pytest
+from small_image import LABELS, other_arch, patch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_image import (  # noqa: E402, F401
-    LABELS,
-    nobodys_home,
-    other_arch,
-    own,
-    patch,
-    plain,
-    small,
-)
+from kimi_eagle import cli, files
+from kimi_eagle.containers import build, pins
 
-from kimi_eagle import cli, files  # noqa: E402
-from kimi_eagle.containers import build, pins  # noqa: E402
+pytestmark = pytest.mark.usefixtures("nobodys_home")
 
 LOCK = "images.lock.json"
 Call = Callable[..., click.testing.Result]

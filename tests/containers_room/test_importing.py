@@ -1,5 +1,4 @@
 """From every kind of source to a pinned image, or to one reason and no file at all."""
-# ruff: noqa: F811 (fixtures that are imported)
 
 from __future__ import annotations
 
@@ -17,28 +16,14 @@ import time
 from pathlib import Path
 
 import pytest
+from small_image import LABELS, Archives, gzipped, other_arch, patch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_image import (  # noqa: E402, F401
-    LABELS,
-    Archives,
-    gzipped,
-    nobodys_home,
-    other_arch,
-    own,
-    patch,
-    plain,
-    small,
-)
+from kimi_eagle import files, liveness, turns
+from kimi_eagle.containers import children, importing, pins
+from kimi_eagle.containers.importing import import_image, kind_of
+from kimi_eagle.errors import KimiEagleError, UsageError
 
-from kimi_eagle import (  # noqa: E402
-    files,
-    liveness,
-    turns,  # noqa: E402
-)
-from kimi_eagle.containers import children, importing, pins  # noqa: E402
-from kimi_eagle.containers.importing import import_image, kind_of  # noqa: E402
-from kimi_eagle.errors import KimiEagleError, UsageError  # noqa: E402
+pytestmark = pytest.mark.usefixtures("nobodys_home")
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +382,7 @@ def test_a_whole_family_ends() -> None:
             while True:  # again, should the machine be so slow that nothing was said
                 signal.setitimer(signal.ITIMER_REAL, 0.5)
                 try:
-                    children.run(["sh", "-c", script], log, cwd=Path(), env=os.environ)
+                    children.run(["sh", "-c", script], Path(), os.environ)
                 except KeyboardInterrupt:
                     if len(log.read_text().split()) == 2:
                         raise

@@ -1,5 +1,4 @@
 """Only the very bytes that are pinned pass, and nothing is read twice without need."""
-# ruff: noqa: F811 (fixtures that are imported)
 
 from __future__ import annotations
 
@@ -12,25 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_image import LABELS, as_nobody, build, bytes_read, descriptors, other_arch, patch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_image import (  # noqa: E402, F401
-    LABELS,
-    as_nobody,
-    build,
-    bytes_read,
-    descriptors,
-    nobodys_home,
-    other_arch,
-    own,
-    patch,
-    plain,
-    small,
-)
+from kimi_eagle import files
+from kimi_eagle.containers import hashcache, pins
+from kimi_eagle.errors import UsageError
 
-from kimi_eagle import files  # noqa: E402
-from kimi_eagle.containers import hashcache, pins  # noqa: E402
-from kimi_eagle.errors import UsageError  # noqa: E402
+pytestmark = pytest.mark.usefixtures("nobodys_home")
 
 
 def refused(path: object, word: str, **more: str) -> str:

@@ -1,5 +1,4 @@
 """images.lock.json: two writers at once, damage by hand and by merges, folders that are closed."""
-# ruff: noqa: F811 (fixtures that are imported)
 
 from __future__ import annotations
 
@@ -12,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_image import as_nobody
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_image import as_nobody, nobodys_home, own, small  # noqa: E402, F401
+from kimi_eagle import liveness, turns
+from kimi_eagle.containers import lockfile, pins
+from kimi_eagle.errors import KimiEagleError, RunError, UsageError
 
-from kimi_eagle import (
-    liveness,  # noqa: E402
-    turns,  # noqa: E402
-)
-from kimi_eagle.containers import lockfile, pins  # noqa: E402
-from kimi_eagle.errors import KimiEagleError, RunError, UsageError  # noqa: E402
+pytestmark = pytest.mark.usefixtures("nobodys_home")
 
 LOCK = "images.lock.json"
 

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from stack import stack_image
 
-sys.path.insert(0, str(Path(__file__).parent))
-from stack import stack_image  # noqa: E402
-
-from kimi_eagle import files  # noqa: E402
-from kimi_eagle.containers import pins  # noqa: E402
+from kimi_eagle import files
+from kimi_eagle.containers import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def eagle(*args: object) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "kimi_eagle", *map(str, args)]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=900)
-
-
 @pytest.mark.campaign
 def test_the_same_bytes_in_the_same_image(
-    apptainer: str, verifier_dir: Path, tmp_path: Path
+    apptainer: str, verifier_dir: Path, eagle: Callable, tmp_path: Path
 ) -> None:
     """The image lies elsewhere by then, and of the first run only the lock is left."""
     image = tmp_path / "then.sif"

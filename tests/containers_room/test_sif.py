@@ -1,31 +1,19 @@
 """What is read from an image is what apptainer says of it; what is no whole image is refused."""
-# ruff: noqa: F811 (fixtures that are imported)
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from small_image import LABELS, as_nobody, descriptors, other_arch, patch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_image import (  # noqa: E402, F401
-    LABELS,
-    as_nobody,
-    descriptors,
-    nobodys_home,
-    other_arch,
-    own,
-    patch,
-    plain,
-    small,
-)
+from kimi_eagle.containers import sif
+from kimi_eagle.errors import UsageError
 
-from kimi_eagle.containers import sif  # noqa: E402
-from kimi_eagle.errors import UsageError  # noqa: E402
+pytestmark = pytest.mark.usefixtures("nobodys_home")
 
 
 def said(*argv: object) -> str:
