@@ -81,9 +81,9 @@ def image_build(
     if odd := [text for text in build_args if not text.partition("=")[1]]:
         raise click.BadParameter(f"expected NAME=VALUE, not {odd[0]!r}", param_hint="--build-arg")
     target = (_path(out) or _default_folder() / f"kimi-eagle-{flavour}.sif").absolute()
-    folder = _path(into) or target.parent
     if not replace:  # before minutes of work; no two builds are equal
-        lockfile.refuse_other(folder / lockfile.NAME, pins.entry_name(target, name), None)
+        lock = (_path(into) or target.parent) / lockfile.NAME
+        lockfile.refuse_other(lock, pins.entry_name(target, name), None)
     if site_name:
         if base or build_args or workdir or name or into or replace:
             raise click.UsageError("with --site only --flavour and -o")
@@ -107,7 +107,7 @@ def image_build(
             replace=replace,
         )
         made = pins.lock(report.path, name=name, into=_path(into), replace=replace)
-    _tell_locked(made, folder, as_json, seconds=report.seconds)
+    _tell_locked(made, into, as_json, seconds=report.seconds)
 
 
 @image.command("import")
@@ -154,8 +154,7 @@ def image_import(
             say=lambda text: click.echo(_shown(text), err=True),
             progress=progress,
         )
-    folder = _path(into) or Path(made.path).parent
-    _tell_locked(made, folder, as_json)
+    _tell_locked(made, into, as_json)
 
 
 @image.command("lock")
@@ -170,16 +169,12 @@ def image_lock(file: str, name: str | None, into: str | None, replace: bool, as_
       kimi-eagle image lock /shared/images/kimi-eagle.sif
       kimi-eagle image lock /shared/images/kimi-eagle.sif --into containers --replace
     """
-    import os
-    from pathlib import Path
-
     from kimi_eagle.containers import pins
 
     _, seen = pins.look(file)
     with _bar("read", None if as_json else seen.bytes) as progress:
         made = pins.lock(file, name=name, into=_path(into), replace=replace, progress=progress)
-    folder = _path(into) or Path(os.path.dirname(made.path))
-    _tell_locked(made, folder, as_json)
+    _tell_locked(made, into, as_json)
 
 
 @image.command("verify")
@@ -341,10 +336,12 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def _tell_locked(made: Image, folder: Path, as_json: bool, **more: Any) -> None:
+def _tell_locked(made: Image, into: str | None, as_json: bool, **more: Any) -> None:
+    from pathlib import Path
+
     from kimi_eagle.containers import lockfile, pins
 
-    lock = folder / lockfile.NAME
+    lock = (_path(into) or Path(made.path).parent) / lockfile.NAME
     why = pins.unfit(made)
     if as_json:
         print_json({**made.as_json(), "lock": str(lock), "unfit": why.what if why else "", **more})

@@ -212,13 +212,9 @@ def _verifier(lock: dict[str, Any], path: str | None) -> Check:
 def _image(lock: dict[str, Any], file: str | None) -> tuple[list[Check], Image | None]:
     """The image that a new run would be pinned to."""
     then = _had_image(lock)
-    if then is None and runlock.unknown(lock.get("image")):
-        why = runlock.unknown(lock.get("image"))
-        if file is None:
-            return [Check("image", "", "", UNKNOWN, "image", f"not in the lock: {why}")], None
     if then is None and file is None:
-        return [], None
-    if not (file or then):
+        if why := runlock.unknown(lock.get("image")):
+            return [Check("image", "", "", UNKNOWN, "image", f"not in the lock: {why}")], None
         return [], None
     from kimi_eagle.containers import pins
 

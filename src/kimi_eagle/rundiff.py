@@ -29,7 +29,6 @@ MISSING = "-"
 PATH_FIELDS = ("verifier.path", "template.chat_template", "benchmark.prompts")
 """Recipe fields that are compared as inputs, by content; so are sources.NAME.path."""
 
-
 LABELS = ("ai.kimi-eagle.", "org.opencontainers.image.")
 """Labels that say what an image holds; Apptainer adds others of its own."""
 MADE_ELSEWHERE = ("slurm", "notify", "container")
@@ -141,7 +140,8 @@ def _why(entry: Any) -> bool:
 
 
 def _made_of(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
-    one, two = ({} for _ in range(2))
+    one: dict[str, Any] = {}
+    two: dict[str, Any] = {}
     for found, lock in ((one, a), (two, b)):
         image = lock.get("image")
         found["image.sha256"] = image.get("sha256") if isinstance(image, dict) else None
@@ -171,7 +171,6 @@ def _one_or_all(values: list[Any]) -> Any:
 
 
 # -- what came out ---------------------------------------------------------------------------------
-
 
 _PLANNED = {True: "by this recipe", False: "by an earlier recipe of the run"}
 
@@ -230,7 +229,7 @@ def _figures(stage: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for source in (
         {"validation": stage.get("validation") or {}},
-        {k: v for k, v in ((stage.get("benchmark") or {}).get("figures") or {}).items()},
+        (stage.get("benchmark") or {}).get("figures") or {},
     ):
         for name, value in source.items():
             if name != "counts":
@@ -252,7 +251,7 @@ def _speed(one: dict[str, Any], two: dict[str, Any]) -> Iterator[Row]:
 
 
 def _beside(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
-    """Machines, site and seeds' place in time: shown, and never the reason why runs differ."""
+    """Site, machines, what was accepted: shown, and never the reason why runs differ."""
     found: list[dict[str, Any]] = [{}, {}]
     for into, lock in zip(found, (a, b), strict=True):
         site = lock.get("site") if isinstance(lock.get("site"), dict) else {}

@@ -171,22 +171,21 @@ def compose(
     """The lock of the run as it is now; a piece that cannot be read is null with a reason."""
     before = _read_quietly(run.lock)
     recipe = _or_reason(run.recipe)
+    known = recipe if isinstance(recipe, Recipe) else None
     digest = None
-    if isinstance(recipe, Recipe):
+    if known:
         from kimi_eagle.stages.context import recipe_digest
 
-        digest = recipe_digest(recipe)
-    stages = lock_stages.describe(
-        run, recipe if isinstance(recipe, Recipe) else None, digest, before.get("stages") or {}
-    )
+        digest = recipe_digest(known)
+    stages = lock_stages.describe(run, known, digest, before.get("stages") or {})
     image = _or_reason(lambda: _image(run))
     lock = {
         "format": FORMAT,
         "written": time.time(),
-        "name": recipe.name if isinstance(recipe, Recipe) else before.get("name"),
-        "recipe": _plain(recipe),
+        "name": known.name if known else before.get("name"),
+        "recipe": known.model_dump(mode="json", exclude_none=True) if known else recipe,
         "recipe_digest": digest,
-        "seeds": _seeds(recipe) if isinstance(recipe, Recipe) else None,
+        "seeds": _seeds(known) if known else None,
         "stages": stages,
         "image": _image_facts(image),
         "accepted": _or_reason(lambda: accepted.every(run)),
@@ -195,9 +194,9 @@ def compose(
         "site": _or_reason(lambda: _site(run, before, by)),
         "machines": lock_stages.over_stages(stages, "machines"),
         "times": _times(stages),
-        **_inputs(recipe, before, by),
+        **_inputs(known, before, by),
     }
-    lock["paths"] = _paths(run, recipe, image)
+    lock["paths"] = _paths(run, known, image)
     return lock
 
 
@@ -214,13 +213,6 @@ def _or_reason(look: Callable[[], Any]) -> Any:
 def unknown(value: Any) -> str | None:
     """Why a piece of a lock is not known, None where it is."""
     return value.get("unknown") if isinstance(value, dict) else None
-
-
-def _plain(recipe: Any) -> Any:
-    """The resolved recipe as JSON has it, or the reason why there is none."""
-    if isinstance(recipe, Recipe):
-        return recipe.model_dump(mode="json", exclude_none=True)
-    return recipe
 
 
 def _seeds(recipe: Recipe) -> dict[str, Any]:
@@ -275,14 +267,14 @@ def _environment(stages: dict[str, Any], image: Any) -> dict[str, Any]:
     return {"packages": versions, "locks": sorted(locks), "python": python}
 
 
-def _inputs(recipe: Any, before: dict[str, Any], by: str) -> dict[str, Any]:
+def _inputs(recipe: Recipe | None, before: dict[str, Any], by: str) -> dict[str, Any]:
     """`inputs` and `verifier`. What is gone now stays as it was noted, with the reason."""
     old, old_verifier = before.get("inputs") or {}, before.get("verifier") or {}
-    if not isinstance(recipe, Recipe) or (by == "accept" and before):
+    if recipe is None or (by == "accept" and before):
         return {"inputs": old, "verifier": old_verifier}
     limit = STAGE_BYTES if by == "stage" else None
     found = lock_inputs.describe(recipe, old, before.get("written", 0.0), limit)
-    same = _read_paths(before) if before else {}
+    same = (before.get("paths") or {}).get("inputs") or {}
     now = input_paths(recipe)
     for key, entry in found.items():
         gone = entry["sha256"] is None and "bytes" not in entry
@@ -293,11 +285,6 @@ def _inputs(recipe: Any, before: dict[str, Any], by: str) -> dict[str, Any]:
         if same.get("verifier.path") == now["verifier.path"]:
             seen = {**old_verifier, "reason": seen["reason"]}
     return {"inputs": found, "verifier": seen}
-
-
-def _read_paths(lock: dict[str, Any]) -> dict[str, str]:
-    found = lock["paths"].get("inputs")
-    return found if isinstance(found, dict) else {}
 
 
 def _site(run: RunDir, before: dict[str, Any], by: str) -> dict[str, Any] | None:
@@ -343,13 +330,12 @@ def _times(stages: dict[str, Any]) -> dict[str, Any]:
     return {"first_unit": min(started, default=None), "last_unit": max(ended, default=None)}
 
 
-def _paths(run: RunDir, recipe: Any, image: Any) -> dict[str, Any]:
+def _paths(run: RunDir, recipe: Recipe | None, image: Any) -> dict[str, Any]:
     """Where everything lay when the lock was written."""
-    found: dict[str, Any] = {"run": str(run.path), "image": None, "recipe": None, "inputs": {}}
-    if isinstance(image, dict):
-        found["image"] = image.get("path")
-    if isinstance(recipe, Recipe):
-        found["inputs"] = input_paths(recipe)
     own = _or_reason(run.recipe_path)
-    found["recipe"] = str(own) if isinstance(own, os.PathLike) else None
-    return found
+    return {
+        "run": str(run.path),
+        "image": image.get("path") if isinstance(image, dict) else None,
+        "recipe": str(own) if isinstance(own, os.PathLike) else None,
+        "inputs": input_paths(recipe) if recipe else {},
+    }
