@@ -142,6 +142,9 @@ def _open_python() -> str:
 def _image() -> Path:
     from stack import stack_image
 
+    installer = ["bash", ROOT / "containers/install-apptainer.sh"]
+    done = subprocess.run([*installer, *(["--check"] if os.geteuid() else [])], capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     return stack_image()
 
 
