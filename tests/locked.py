@@ -11,7 +11,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -27,7 +26,7 @@ from kimi_eagle.recipe import load  # noqa: E402
 from kimi_eagle.rundir import RunDir, follow, open_run  # noqa: E402
 from kimi_eagle.stages.context import recipe_digest  # noqa: E402
 
-__all__ = ["TINY", "Any", "digests", "eagle", "origin", "tiny"]
+__all__ = ["TINY", "digests", "eagle", "origin", "tiny"]
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from kimi_eagle.errors import RunError, UsageError  # noqa: E402
 from kimi_eagle.ledger import Unit  # noqa: E402
 from kimi_eagle.recipe import STAGES, load  # noqa: E402
 from kimi_eagle.rundir import RunDir, create_run, follow  # noqa: E402
-from locked import Any, copy, digests, finish, origin, recipe_file, record, tiny  # noqa: E402, F401
+from locked import copy, digests, finish, origin, recipe_file, record, tiny  # noqa: E402, F401
 
 
 def written(run: RunDir, **how: Any) -> dict[str, Any]:

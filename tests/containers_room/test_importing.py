@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from small_image import LABELS, Archives, gzipped, other_arch, patch
 
-from kimi_eagle import files, liveness, turns
-from kimi_eagle.containers import children, importing, pins
+from kimi_eagle import files, turns
+from kimi_eagle.containers import importing, pins
 from kimi_eagle.containers.importing import import_image, kind_of
 from kimi_eagle.errors import KimiEagleError, UsageError
 
@@ -367,43 +367,6 @@ def test_stopped(number: int, archives: Archives, here: Path) -> None:
     assert [p.name for p in here.iterdir()] == ["big"]
     while working := [p for p in Path("/proc").glob("[0-9]*/cwd") if _leads(p, log.parent)]:
         assert time.monotonic() < deadline, working  # the killed ones are gone in no time
-
-
-def test_a_whole_family_ends() -> None:
-    script = "echo $$; sleep 1000 & echo $!; wait"
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, stop)
-    log = Path("log")
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            while True:  # again, should the machine be so slow that nothing was said
-                signal.setitimer(signal.ITIMER_REAL, 0.5)
-                try:
-                    children.run(["sh", "-c", script], Path(), os.environ)
-                except KeyboardInterrupt:
-                    if len(log.read_text().split()) == 2:
-                        raise
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    deadline = time.monotonic() + 30
-    while alive := [pid for pid in log.read_text().split() if liveness.process_start(int(pid))]:
-        assert time.monotonic() < deadline, alive
-
-
-def test_nohup_stays() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with children.ends_like_ctrl_c():
-            os.kill(os.getpid(), signal.SIGHUP)
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        with pytest.raises(KeyboardInterrupt), children.ends_like_ctrl_c():
-            os.kill(os.getpid(), signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def _leads(link: Path, folder: Path) -> bool:
