@@ -65,6 +65,8 @@ def status_lines(look: Look) -> list[str]:
         lines.append(f"  Slurm: {look.slurm}")
     if look.held:
         lines.append(f"  held: {look.held}")
+    if look.image:
+        lines.append(f"  image {look.image['name']}  sha256:{look.image['sha256'][:12]}")
     for stage, view in zip(look.stages, look.views, strict=True):
         parts = [f"{stage['name']:<10} {stage['state']:<8}", describe(view)]
         if stage["gpu_hours"]:

@@ -45,6 +45,7 @@ class Look:
     use: dict[str, dict[str, float]] = field(default_factory=dict)
     accepted: list[dict[str, Any]] = field(default_factory=list)
     held: str | None = None
+    image: dict[str, str] | None = None
     result: dict[str, Any] | None = None
 
     @property
@@ -63,7 +64,7 @@ class Look:
 
         run, state (finished, running, queued, unseen: Slurm did not answer, held, failed, stopped,
         new), why (one line or empty), held (why the whole run is held, or null), result (headline
-        of the benchmark, or null), accepted (see accepted.py), use (see use.by_stage), slurm (ok;
+        of the benchmark, or null), image (name, sha256, path of the pinned one, or null), accepted (see accepted.py), use (see use.by_stage), slurm (ok;
         none: no job was ever submitted; else why squeue did not answer).
         stages: one object a stage with name, state (done, running, starting, queued, waiting, held,
         failed, stopped, open, skipped), why, units, done, running, failed, left, samples, rejected,
@@ -77,14 +78,15 @@ class Look:
         words, node, stage, unit and fraction (what it works on), restarts, seen (last sign, Unix
         time), live, held.
         """
-        shown = ("state", "why", "slurm", "use", "accepted", "held", "result", "stages", "jobs")
+        shown = ("state", "why", "slurm", "use", "accepted", "held", "image", "result")
+        shown += ("stages", "jobs")
         return {"run": str(self.run.path)} | {k: getattr(self, k) for k in shown}
 
 
 def look(run: RunDir, watch: liveness.Watch | None = None) -> Look:
     """Look at a run once. watch: of a caller that looks again, to notice silent workers."""
     watch = watch or liveness.Watch()
-    found = Look(run, held=_text(run.held), accepted=accepted.read(run))
+    found = Look(run, held=_text(run.held), accepted=accepted.read(run), image=_image(run))
     workers = {name: all_workers(run.stage(name)) for name in STAGES}
     book = read_book(run)
     named = {e["suffix"] for e in book}
@@ -109,6 +111,15 @@ def look(run: RunDir, watch: liveness.Watch | None = None) -> Look:
     found.use = use.by_stage(starts, book, workers)
     _explain(found, recipe, book)
     return found
+
+
+def _image(run: RunDir) -> dict[str, str] | None:
+    """What image.json says, for people: whoever starts jobs reads it with more care."""
+    data = files.read_json(run.image)
+    image = data.get("image") if isinstance(data, dict) else None
+    if not isinstance(image, dict):
+        return None
+    return {k: str(image.get(k)) for k in ("name", "sha256", "path")}
 
 
 def _text(path: Any) -> str | None:
