@@ -64,8 +64,9 @@ class Look:
 
         run, state (finished, running, queued, unseen: Slurm did not answer, held, failed, stopped,
         new), why (one line or empty), held (why the whole run is held, or null), result (headline
-        of the benchmark, or null), image (name, sha256, path of the pinned one, or null), accepted (see accepted.py), use (see use.by_stage), slurm (ok;
-        none: no job was ever submitted; else why squeue did not answer).
+        of the benchmark, or null), image (name, sha256, path of the pinned one, or null), accepted
+        (see accepted.py), use (see use.by_stage), slurm (ok; none: no job was ever submitted; else
+        why squeue did not answer).
         stages: one object a stage with name, state (done, running, starting, queued, waiting, held,
         failed, stopped, open, skipped), why, units, done, running, failed, left, samples, rejected,
         lost (samples rejected or in failed units), tokens_total, tokens_done, tokens_per_second,
