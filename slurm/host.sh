@@ -104,7 +104,7 @@ attempt() { # one start of the stage's process; its exit code
     done
     wait "$child"; rc=$?
     kill -KILL $(payload) 2>/dev/null # orphans of a killed process still hold GPUs
-    rm -rf {"${TMPDIR:-/tmp}",/tmp}"/ke-$UID-$child" # the scratch folder that start.sh made for an image
+    rm -rf {"${TMPDIR:-/tmp}",/tmp}"/ke-$UID-$token-"* # the scratch folder that start.sh made for an image
     child=''; return $rc
 }
 one_stage() { # until nothing is left for this job; sets why

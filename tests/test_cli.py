@@ -170,3 +170,11 @@ def test_modules_in_the_working_directory_do_not_shadow_the_library(
         timeout=300,
     )
     assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_an_empty_image_is_no_image(eagle, tmp_path: Path) -> None:
+    """`--image "$IMG"` with the variable unset."""
+    words = ("run", "jobs/smollm2.toml", "--run", tmp_path / "x", "--image", "")
+    done = eagle(*words)
+    assert done.returncode == 2 and "--image: an empty name" in done.stderr
+    assert not (tmp_path / "x").exists()

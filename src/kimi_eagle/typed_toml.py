@@ -7,7 +7,6 @@ and the nearest key that exists: a misspelt key never passes as a default.
 from __future__ import annotations
 
 import difflib
-import os
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,9 +111,13 @@ def _nearby(path: Path, kind: str, folder: Path) -> str:
     return f"did you mean {beside / near[0]}?" if near else f"give the path of a {kind} file"
 
 
-def home_path(text: str) -> Path:
-    """`~` is the home of whoever started us; in an image $HOME is another."""
-    home = os.environ.get("KIMI_EAGLE_HOME")
-    if home and (text == "~" or text.startswith("~/")):
-        return Path(home, text[2:])
-    return Path(text).expanduser()
+def absolute_path(text: str, base: Path) -> str:
+    """The path that `text` names in a file of the folder `base`, links resolved."""
+    try:
+        path = base / Path(text).expanduser()
+        whole = path.resolve()
+        # Hubs keep files under names without an ending, behind links with one.
+        same = whole.suffix == path.suffix or not whole.is_file()
+        return str(whole if same else path.parent.resolve() / path.name)
+    except (ValueError, RuntimeError, OSError) as e:
+        raise UsageError(f"not a path: {text!r} ({e})", where=base) from None

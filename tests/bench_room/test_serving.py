@@ -204,7 +204,7 @@ def served(draft: Path, folder: Path) -> Iterator[str]:
             server.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_vllm_serve_loads_the_draft_alone(
     benchmark, verifier: Verifier, draft: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ def test_progress_counts_every_token_once(engine_run):
         assert steps[-1] == sum(len(ids) for ids, _ in run[kind])
 
 
+@pytest.mark.campaign
 def test_float32_generation_is_equal_from_run_to_run(engine_run):
     one, two = engine_run("generate"), engine_run("generate-2")
     assert one["again"] == [ids for ids, _ in one["greedy"]]

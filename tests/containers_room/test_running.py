@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,53 @@ def test_scratch_of_killed_starts_is_removed(room: Any) -> None:
     alive.kill()
     code = "answer = os.environ['TMPDIR']"
     assert room.python(room.settings(), code, host_env={"TMPDIR": "/no/such"}) == "/eagle/tmp"
+
+
+ORPHAN = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    for fd in (0, 1, 2):
+        os.close(fd)
+    time.sleep(60)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_scratch_stays_while_a_child_of_a_killed_start_uses_it(room: Any) -> None:
+    """Nor does a start in another namespace touch it, as on another node with the same folder."""
+    process = room.start(room.settings(), ["/usr/bin/python3", "-c", ORPHAN])
+    process.stdout.readline()
+    (folder,) = room.folder.glob("ke-*")
+    script = [str(room.folder / "start.sh"), "/bin/sh", "-c", "true"]
+    env = {"PATH": os.environ["PATH"], "TMPDIR": str(room.folder)}
+    if not room.person.ids and os.geteuid() == 0:
+        other = ["unshare", "--pid", "--fork", "--mount-proc", "bash", *script]
+        subprocess.run(other, env=env, check=True)
+        assert folder.exists()
+    process.kill()
+    process.wait()
+    users = [p for p in Path("/proc").glob("[0-9]*") if uses(p, folder)]
+    room.python(room.settings(), "answer = 1")
+    assert folder.exists() == bool(users)
+    for path in users:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.name), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(uses(p, folder) for p in users):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    room.python(room.settings(), "answer = 1")
+    assert not folder.exists()
+
+
+def uses(process: Path, folder: Path) -> bool:
+    """Whether a process has the folder mounted."""
+    try:
+        return f"{folder.name} " in (process / "mountinfo").read_text()
+    except OSError:
+        return False
 
 
 def test_only_the_pinned_image_is_started(room: Any) -> None:

@@ -75,7 +75,10 @@ def test_refused_at_once(fields: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["/", "//", "/proc", "/sys/x", "/dev/shm", SCRATCH, f"{SCRATCH}/tmp", "a", "/a/../proc"],
+    [
+        *("/", "//", "/proc", "/sys/x", "/dev/shm", SCRATCH, f"{SCRATCH}/tmp", "a", "/a/../proc"),
+        *("/opt", "/opt/kimi-eagle", "/opt/kimi-eagle/lib", "/usr", "/usr/lib/x", "/etc", "/lib64"),
+    ],
 )
 def test_refused_targets(target: str) -> None:
     with pytest.raises(UsageError):

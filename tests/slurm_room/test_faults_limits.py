@@ -93,7 +93,7 @@ SLOW = pytest.mark.campaign
         pytest.param(0, False, marks=SLOW),
         pytest.param(10, False, marks=SLOW),
         pytest.param(0, True, marks=SLOW),
-        (10, True),
+        pytest.param(10, True, marks=SLOW),
     ],
 )
 def test_preemption(case: Case, grace: int, signal: bool) -> None:

@@ -115,7 +115,7 @@ def test_nothing_leaks(case: Case, home: Path) -> None:
     assert len(written) > 100
     assert [p for p in written if b"5ecret-" in p.read_bytes()] == []
     assert json.loads((case.run / "run.lock.json").read_text())["image"]["sha256"] == image.sha256
-    assert not list(Path("/tmp").glob(f"ke-{worker['pid']}*"))
+    assert not list(Path("/tmp").glob(f"ke-*-{worker['job']}.*"))
 
 
 @pytest.mark.parametrize("case", ["user"], indirect=True)

@@ -37,6 +37,7 @@ def losses(workdir: Path) -> list[float]:
     return [x["loss"] for x in lines if "loss" in x]
 
 
+@pytest.mark.campaign
 def test_stopped_under_torchrun_and_finished_in_process(ranks, run, recipe_for, tmp_path) -> None:
     progress: list[dict] = []
     recipe = recipe_for(epochs=3)

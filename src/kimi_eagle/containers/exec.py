@@ -100,7 +100,10 @@ variables: a killed apptainer or payload leaves it until the end of the Slurm jo
 _FOLDERS = ("home", "tmp", "apptainer")
 """Folders of the scratch folder that have to be there beforehand; programs make the others."""
 
-_SYSTEM_TARGETS = ("/proc", "/sys", "/dev", "/.singularity.d", SCRATCH)
+_SYSTEM_TARGETS = (
+    *("/proc", "/sys", "/dev", "/.singularity.d", SCRATCH),
+    *("/opt/kimi-eagle", "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc"),  # the image's code
+)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -115,10 +118,11 @@ class Mount:
     def __post_init__(self) -> None:
         _path(self.source, "mount source")
         target = _path(self.target, "mount target")
-        if target == "/" or any(target == s or target.startswith(s + "/") for s in _SYSTEM_TARGETS):
+        hides = any(target == s or target.startswith(s + "/") for s in _SYSTEM_TARGETS)
+        if hides or target in ("/", "/opt"):
             raise UsageError(
                 f"mount target {self.target!r} would hide what a job needs",
-                expected=f"another path than / and none in {', '.join(_SYSTEM_TARGETS)}",
+                expected=f"another path than /, /opt and {', '.join(_SYSTEM_TARGETS)}",
             )
 
 
@@ -198,7 +202,6 @@ set -u
 unset -f $(compgen -A function) # exported by a login shell, they would stand for commands
 unset "${{!LD_@}}"
 ke_refuse() {{ echo "error: $1" >&2; exit "${{2:-2}}"; }} # 2: trying again would change nothing
-export KIMI_EAGLE_HOME="${{HOME:-}}" # what ~ means in a recipe
 ke_mount=${{KIMI_EAGLE_MOUNT:-}}
 {checks}for ke_name in {secrets}; do
     [ -n "${{!ke_name+set}}" ] || [ "${{KIMI_EAGLE_SECRETS:-}}" = optional ] ||
@@ -206,10 +209,13 @@ ke_mount=${{KIMI_EAGLE_MOUNT:-}}
 done
 ke_base=${{TMPDIR:-/tmp}}
 [[ $ke_base == /* && $ke_base != *[\\"$'\\r']* && -d $ke_base && -w $ke_base ]] || ke_base=/tmp
-for ke_old in "$ke_base/ke-$UID-"*; do # of killed jobs
-    [ ! -O "$ke_old" ] || [ -e "/proc/${{ke_old##*-}}" ] || rm -rf "$ke_old"
+# By its name a folder belongs to a process of one machine and namespace: ke_base may be shared.
+ke_here=$(echo "$(uname -n) $(readlink /proc/self/ns/pid)" | cksum) && ke_here=${{ke_here%% *}}
+for ke_old in "$ke_base/ke-$UID-"*"-$ke_here-"*; do # of killed jobs
+    [ -O "$ke_old" ] && ! [ -e "/proc/${{ke_old##*-}}" ] || continue
+    grep -qsF "${{ke_old##*/}} " /proc/[0-9]*/mountinfo || rm -rf "$ke_old" # a child may use it
 done
-ke_scratch=$ke_base/ke-$UID-$$
+ke_scratch=$ke_base/ke-$UID-${{KIMI_EAGLE_PAYLOAD:-}}-$ke_here-$$
 rm -rf "$ke_scratch" && (umask 077 && mkdir "$ke_scratch" && cd "$ke_scratch" && mkdir {folders}) ||
     ke_refuse "no scratch folder in $ke_base; fix: set scratch in the site file" 1
 unset ke_names ke_values ke_odd # ours, whatever the host calls its own
@@ -242,6 +248,7 @@ _CHECK_IMAGE = """\
 ke_image={image} ke_sha256={sha256} ke_proven={proven}
 ke_stat=$(LC_ALL=C stat -Lc '%s %.9Y %.9Z %i' "$ke_image" 2>/dev/null) ||
     ke_refuse "$ke_image: no such image on $(hostname)"
+[ -n "$ke_stat" ] || ke_refuse "stat says nothing on $(hostname)" 1
 grep -qsxF "$ke_sha256 $ke_stat" "$ke_proven" || {{
     ke_found=$(sha256sum <"$ke_image") || ke_refuse "$ke_image cannot be read on $(hostname)" 1
     [ "${{ke_found%% *}}" = "$ke_sha256" ] ||

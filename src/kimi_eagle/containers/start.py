@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kimi_eagle import files
 from kimi_eagle.containers.exec import ExecSettings, Mount, mount_text, node_script
 from kimi_eagle.errors import UsageError
+from kimi_eagle.provenance import image_digest
 from kimi_eagle.recipe import Recipe, input_paths
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
@@ -32,6 +33,9 @@ export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1
 exec {python} -m kimi_eagle "$@"
 """
 
+_SIGNED = "# Of {path}, to the end.\n"
+"""The last line: whole, and of this run."""
+
 _MOST_LINKS = 40
 """Links behind links that Linux follows (path_resolution(7))."""
 
@@ -46,29 +50,50 @@ def write(run: RunDir, recipe: Recipe, site: Site | None, image: Image | None) -
         text = node_script(settings(run, recipe, site, image), ("kimi-eagle",))
         # Where the node sees the same file, it need not read 10 GB again.
         files.write_atomic(run.proven, f"{image.sha256} {stat_line(image.path)}\n")
-    files.write_atomic(run.start, text)
+    files.write_atomic(run.start, text + _SIGNED.format(path=shlex.quote(str(run.path))))
 
 
-def enter(run: RunDir, words: list[str], see: Path | None = None) -> None:
+def enter(
+    run: RunDir, words: list[str], see: Path | None = None, recipe: Recipe | None = None
+) -> None:
     """Go on with `kimi-eagle WORDS` in the run's image; returns where it has none, or from within.
 
     For commands that look at keys: these hold the versions of what makes a unit, which are the
-    image's and not this Python's. see: a further file that the command reads.
+    image's and not this Python's. see: a further file that the command reads. recipe: what it says,
+    for links and homes of the host mean nothing inside.
     """
-    if inside() or not run.image.is_file():
+    from kimi_eagle.runlock import pinned
+
+    if inside() or (image := pinned(run)) is None:
         return
-    if not run.start.is_file():
-        raise UsageError("the run has an image and no start.sh", where=run.path, fix="submit again")
+    _check_script(run, image)
     env = os.environ | {"KIMI_EAGLE_SECRETS": "optional"}  # only jobs need them
     if see is not None and run.path not in see.parents:  # what is mounted cannot be replaced
         env["KIMI_EAGLE_MOUNT"] = mount_text(str(see), str(see), read_only=True)
+    if recipe is not None:
+        asked = recipe.model_dump(mode="json", exclude_none=True)
+        env["KIMI_EAGLE_ASKED_RECIPE"] = files.to_json(asked)
     sys.stdout.flush()
     os.execvpe("bash", ["bash", str(run.start), *words], env)
 
 
+def _check_script(run: RunDir, image: Image) -> None:
+    """UsageError for a start.sh that is cut short, of another place or of another image."""
+    text = run.start.read_text() if run.start.is_file() else ""
+    own = _SIGNED.format(path=shlex.quote(str(run.path)))
+    for sign, what in (
+        (own, "is missing, cut short or of a moved run"),
+        (image.sha256, "starts the image before the one that was accepted"),
+    ):
+        if sign not in text:
+            raise UsageError(
+                what, where=run.start, fix="submit again (or `run` with --image), which renews it"
+            )
+
+
 def inside() -> bool:
     """Whether this process runs in a pinned image."""
-    return "KIMI_EAGLE_IMAGE" in os.environ
+    return image_digest() is not None
 
 
 def settings(run: RunDir, recipe: Recipe, site: Site | None, image: Image) -> ExecSettings:

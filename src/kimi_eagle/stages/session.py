@@ -17,6 +17,7 @@ import click
 from kimi_eagle import files, runlock
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Unit
+from kimi_eagle.provenance import image_digest
 from kimi_eagle.stages import UPSTREAM, module, upstream_of
 from kimi_eagle.stages.context import Context, GateShut, Waiting, open_context, recipe_digest
 from kimi_eagle.survey import live_workers
@@ -44,6 +45,7 @@ def run_stage(run_path: str | Path, stage: str) -> int:
     if nodes.rank() > 0:
         return nodes.follow(folder)
     try:
+        _refuse_outside(ctx)
         _refuse_held(ctx, stage)
         _refuse_other_recipe(ctx)
         if stage == ctx.recipe.slurm.groups[0][0] and "KIMI_EAGLE_JOB" in os.environ:
@@ -81,6 +83,16 @@ def _refuse_held(ctx: Context, stage: str) -> None:
                 where=stage,
                 fix=f"mend the cause, then kimi-eagle retry {ctx.run.path}",
             )
+
+
+def _refuse_outside(ctx: Context) -> None:
+    """The image is the code: a run that has one has no stage outside of it."""
+    if image_digest() is None and runlock.pinned(ctx.run) is not None:
+        raise GateShut(
+            "the run works in an image, and this process does not",
+            where=ctx.run.image,
+            fix=f"bash {ctx.run.start} stage STAGE --run {ctx.run.path}",
+        )
 
 
 def _refuse_other_recipe(ctx: Context) -> None:
