@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kimi_eagle
+from kimi_eagle import files
 from kimi_eagle.containers import start
-from kimi_eagle.recipe import Recipe
+from kimi_eagle.recipe import STAGES, Recipe
 from kimi_eagle.rundir import RunDir, follow
 from kimi_eagle.site import Site
 
@@ -54,13 +55,27 @@ def use_image(
     return image
 
 
-def warnings(image: Image | None) -> list[str]:
+def warnings(run: RunDir, image: Image | None) -> list[str]:
     """What to tell about an image that is good and yet may surprise."""
     if image is None:
         return []
-    version = image.labels.get("org.opencontainers.image.version", "")
+    found, version = [], image.labels.get("org.opencontainers.image.version", "")
     if version != kimi_eagle.__version__:
-        return [
+        found.append(
             f"the image holds kimi-eagle {version}, this command line is {kimi_eagle.__version__}"
-        ]
-    return []
+        )
+    if others := [name for name in STAGES if _made_elsewhere(run, name, image)]:
+        found.append(
+            f"units of {', '.join(others)} were made in another image or in none; they stay as they"
+            " are where its vLLM and libraries are the same, and are made again where not"
+        )
+    return found
+
+
+def _made_elsewhere(run: RunDir, stage: str, image: Image) -> bool:
+    """By one record of the stage, whichever comes first: there may be thousands."""
+    path = next(run.stage(stage).records.glob("*.json"), None)
+    record = files.read_json(path) if path else None
+    if not isinstance(record, dict):
+        return False
+    return (record.get("provenance") or {}).get("image") != f"sha256:{image.sha256}"

@@ -136,7 +136,7 @@ def run(
     opened = create_run(target)
     if not start.inside() and (found := begin.use_image(opened, loaded, image)):
         start.write(opened, loaded, None, found)
-        for warning in begin.warnings(found):
+        for warning in begin.warnings(opened, found):
             click.echo(f"warning: {warning}", err=True)
         path = Path(recipe).resolve()
         words = ["run", str(path), "--run", str(opened.path)]

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+import kimi_eagle
+from kimi_eagle import begin, runlock
 from kimi_eagle import recipe as recipes
-from kimi_eagle import runlock
 from kimi_eagle.containers import start
 from kimi_eagle.containers.pins import Image
 from kimi_eagle.errors import KimiEagleError, UsageError
@@ -134,3 +135,16 @@ def test_without_an_image_the_script_starts_this_python(
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "kimi-eagle, version" in done.stdout, done.stderr
     assert sys.executable in run.start.read_text()
+
+
+def test_units_of_other_images_are_told(run: RunDir, image: Image) -> None:
+    ours = dataclasses.replace(
+        image, labels={"org.opencontainers.image.version": kimi_eagle.__version__}
+    )
+    assert begin.warnings(run, ours) == [] and begin.warnings(run, None) == []
+    for stage, made in (("regenerate", f"sha256:{image.sha256}"), ("extract", None)):
+        folder = run.stage(stage).make().records
+        (folder / "00000.k.json").write_text(json.dumps({"provenance": {"image": made}}))
+    (told,) = begin.warnings(run, ours)
+    assert "units of extract were made in another image or in none" in told
+    assert "the image holds kimi-eagle " in begin.warnings(run, image)[0]

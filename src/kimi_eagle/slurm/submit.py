@@ -82,7 +82,7 @@ def submit(
         "submitted": queued.fresh,
         "adopted": adopted,
         "done": sorted(done),
-        "warnings": queued.warnings + begin.warnings(image),
+        "warnings": queued.warnings + begin.warnings(run, image),
     }
 
 
