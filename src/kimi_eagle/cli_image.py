@@ -88,8 +88,9 @@ def image_build(
         if base or build_args or workdir or name or into or replace:
             raise click.UsageError("with --site only --flavour and -o")
         from kimi_eagle.site import load_site
+        from kimi_eagle.slurm import imagejob
 
-        job = room.sbatch_build(load_site(site_name), flavour, target)
+        job = imagejob.submit(load_site(site_name), flavour, target)
         if as_json:
             print_json({"job": job, "file": target})
         else:

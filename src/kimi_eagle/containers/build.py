@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import kimi_eagle
 from kimi_eagle import files
@@ -42,10 +41,7 @@ from kimi_eagle.containers.workplace import run, search_path, workplace
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.provenance import NO_PINS, git
 
-if TYPE_CHECKING:
-    from kimi_eagle.site import Site
-
-__all__ = ["BuildReport", "base_image", "build", "sbatch_build", "sbom_path", "wheels"]
+__all__ = ["BuildReport", "base_image", "build", "sbom_path", "wheels"]
 
 DEFINITIONS = {"cpu": "kimi-eagle-cpu.def", "cuda": "kimi-eagle.def"}
 ROOM = {"cpu": 9_000_000_000, "cuda": 45_000_000_000}
@@ -148,13 +144,6 @@ def base_image(
             with _whole(path) as fresh, _step(report, "  system, lock, packing", say):
                 _apptainer_build(flavour, fresh, context, house, work, args, test=False)
     return path
-
-
-def sbatch_build(site: Site, flavour: str, out: Path) -> str:
-    """The same as a job of a site; the job's id. See buildjob.py."""
-    from kimi_eagle.containers import buildjob
-
-    return buildjob.submit(site, flavour, out)
 
 
 def facts(lock: Path, wheel: Path) -> dict[str, str]:

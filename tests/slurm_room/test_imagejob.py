@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kimi_eagle.containers import buildjob, pins
+from kimi_eagle.containers import pins
 from kimi_eagle.site import Site
+from kimi_eagle.slurm import imagejob
 
 TESTBED = Path(__file__).resolve().parents[2] / "slurm" / "testbed" / "testbed.py"
 
@@ -27,7 +28,7 @@ def test_text_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
         preamble=("module load apptainer",), extra=("--licenses=x",),
         cpu={"partition": "cpu", "cpus": 8, "memory": "32G"},
     )  # fmt: skip
-    made = buildjob.text(site, "cuda", Path("/shared/the images/x.sif"))
+    made = imagejob.text(site, "cuda", Path("/shared/the images/x.sif"))
     assert made == f"""\
 #!/bin/bash
 #SBATCH --job-name="image"
@@ -47,7 +48,7 @@ export KIMI_EAGLE_CACHE='/shared/a cache'
 export PYTHONSAFEPATH=1
 export PYTHONNOUSERSITE=1
 export PATH='/opt/an apptainer/bin':$PATH
-exec {sys.executable} -u -m kimi_eagle.containers.buildjob cuda '/shared/the images/x.sif' \
+exec {sys.executable} -u -m kimi_eagle.slurm.imagejob cuda '/shared/the images/x.sif' \
 '/local/my scratch'
 """
 
@@ -75,7 +76,7 @@ def test_image_is_built_and_pinned_on_a_node(apptainer: str, slurm: Path, ground
     scratch.mkdir()
     out = folder / "by job.sif"
     site = Site(name="testbed", time="30", scratch=str(scratch))
-    job = buildjob.submit(site, "cpu", out)
+    job = imagejob.submit(site, "cpu", out)
     log = folder / f"by job.build-{job}.log"
     deadline = time.monotonic() + 900
     seen = set()

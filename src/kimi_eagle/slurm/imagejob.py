@@ -67,7 +67,7 @@ def text(site: Site, flavour: str, out: Path) -> str:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     if site.apptainer and "/" in site.apptainer:
         lines.append(f"export PATH={shlex.quote(os.path.dirname(site.apptainer))}:$PATH")
-    command = [sys.executable, "-u", "-m", "kimi_eagle.containers.buildjob", flavour, str(out)]
+    command = [sys.executable, "-u", "-m", "kimi_eagle.slurm.imagejob", flavour, str(out)]
     # exec: the end of the job is told to Python itself, which then cleans up.
     lines.append(f"exec {shlex.join(command)} {scratch}")
     return "#!/bin/bash\n" + "\n".join(lines) + "\n"
@@ -75,7 +75,7 @@ def text(site: Site, flavour: str, out: Path) -> str:
 
 def main(argv: list[str]) -> int:
     """The job: build and pin."""
-    parser = argparse.ArgumentParser(prog="kimi_eagle.containers.buildjob")
+    parser = argparse.ArgumentParser(prog="kimi_eagle.slurm.imagejob")
     parser.add_argument("flavour")
     parser.add_argument("out", type=Path)
     parser.add_argument("scratch", type=Path)
