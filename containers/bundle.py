@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from kimi_eagle import __version__, files
-from kimi_eagle.containers import build, lockfile, pins, wheels
 from kimi_eagle.errors import KimiEagleError, RunError, UsageError
+from kimi_eagle.images import build, lockfile, pins, wheels
 
 FORMAT = "bundle/1"
 GLIBC = 31

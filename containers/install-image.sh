@@ -50,9 +50,9 @@ if [ -d /mnt/app ]; then
     say "installing kimi-eagle"
     pip_install --force-reinstall /mnt/app/*.whl
     sed -n 's/^org.opencontainers.image.revision //p' /mnt/facts >$home/revision
-    $home/bin/python -m kimi_eagle.containers.inside labels "$flavour" /mnt/facts >$home/labels
+    $home/bin/python -m kimi_eagle.images.inside labels "$flavour" /mnt/facts >$home/labels
     cat $home/labels >>"$APPTAINER_LABELS"
-    $home/bin/python -m kimi_eagle.containers.sbom >$home/sbom.cdx.json
+    $home/bin/python -m kimi_eagle.images.sbom >$home/sbom.cdx.json
 fi
 
 # What making the system left behind: the building machine's name and package sources, caches.

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kimi_eagle import files, rundiff, runlock  # noqa: E402
+from kimi_eagle import files  # noqa: E402
+from kimi_eagle.lock import rundiff, runlock  # noqa: E402
 from kimi_eagle.rundir import RunDir  # noqa: E402
 from locked import (  # noqa: E402, F401
     change,

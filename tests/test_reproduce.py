@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kimi_eagle import files, runlock  # noqa: E402
-from kimi_eagle import reproduce as again  # noqa: E402
+from kimi_eagle import files  # noqa: E402
+from kimi_eagle.lock import reproduce as again  # noqa: E402
+from kimi_eagle.lock import runlock  # noqa: E402
 from kimi_eagle.provenance import provenance  # noqa: E402
 from kimi_eagle.recipe import load, parse  # noqa: E402
 from kimi_eagle.rundir import RunDir, open_run  # noqa: E402

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kimi_eagle import accepted, files, lock_inputs, lock_stages, runlock  # noqa: E402
-from kimi_eagle.containers.pins import Image  # noqa: E402
+from kimi_eagle import accepted, files  # noqa: E402
 from kimi_eagle.errors import RunError, UsageError  # noqa: E402
+from kimi_eagle.images.pins import Image  # noqa: E402
 from kimi_eagle.ledger import Unit  # noqa: E402
+from kimi_eagle.lock import made_from, runlock, stage_facts  # noqa: E402
 from kimi_eagle.recipe import STAGES, load  # noqa: E402
 from kimi_eagle.rundir import RunDir, create_run, follow  # noqa: E402
 from locked import copy, digests, finish, origin, recipe_file, record, tiny  # noqa: E402, F401
@@ -139,7 +140,7 @@ def test_another_recipe_is_said(tiny: RunDir) -> None:
 
 def test_it_needs_no_torch(tiny: RunDir) -> None:
     code = (
-        "import sys; from kimi_eagle import runlock; from kimi_eagle.rundir import open_run\n"
+        "import sys; from kimi_eagle.lock import runlock; from kimi_eagle.rundir import open_run\n"
         f"runlock.write(open_run({str(tiny.path)!r}))\n"
         "print(*sorted(set(sys.modules) & {'torch', 'vllm', 'transformers', 'pyarrow'}))"
     )
@@ -149,7 +150,7 @@ def test_it_needs_no_torch(tiny: RunDir) -> None:
 
 
 def test_many_units_are_read_once_and_not_listed(tiny: RunDir, monkeypatch: Any) -> None:
-    folder, count = tiny.stage("extract"), lock_stages.LISTED + 5
+    folder, count = tiny.stage("extract"), stage_facts.LISTED + 5
     first = files.read_json(next(folder.records.glob("00000.*.json")))
     shutil.rmtree(folder.records)
     folder.records.mkdir()
@@ -179,17 +180,17 @@ def test_inputs_are_read_again_only_when_they_changed(tmp_path: Path, monkeypatc
     hashed = []
     real = files.sha256_file
     monkeypatch.setattr(files, "sha256_file", lambda p: hashed.append(p.name) or real(p))
-    first, read = lock_inputs.digest_of(folder, {})
+    first, read = made_from.digest_of(folder, {})
     assert hashed == ["a.jsonl", "b.jsonl"] and read == first["bytes"]
-    assert lock_inputs.digest_of(folder, first, written=2000) == (first, 0)
+    assert made_from.digest_of(folder, first, written=2000) == (first, 0)
     (folder / "b.jsonl").write_text('{"prompt": "B.jsonl"}\n')
     os.utime(folder / "b.jsonl", (1999, 1999))
-    second, _ = lock_inputs.digest_of(folder, first, written=2000)
+    second, _ = made_from.digest_of(folder, first, written=2000)
     assert second["sha256"] != first["sha256"] and hashed[2:] == ["b.jsonl"]
     # Changed within a moment of the look: its time may be the same after one more change.
-    lock_inputs.digest_of(folder, second, written=2000)
+    made_from.digest_of(folder, second, written=2000)
     assert hashed[3:] == ["b.jsonl"]
-    lock_inputs.digest_of(folder, second, written=2002)
+    made_from.digest_of(folder, second, written=2002)
     assert hashed[4:] == []
 
 
@@ -199,11 +200,11 @@ def test_a_command_does_not_read_terabytes(tmp_path: Path) -> None:
     for name in "abc":
         (folder / f"{name}.jsonl").write_text("x" * 100)
         os.utime(folder / f"{name}.jsonl", (1000, 1000))
-    entry, read = lock_inputs.digest_of(folder, {}, left=250)
+    entry, read = made_from.digest_of(folder, {}, left=250)
     assert (entry["sha256"], read) == (None, 200) and "100 bytes in 1 files" in entry["reason"]
-    entry, read = lock_inputs.digest_of(folder, entry, written=2000, left=250)
+    entry, read = made_from.digest_of(folder, entry, written=2000, left=250)
     assert read == 100
-    assert entry["sha256"] == lock_inputs.digest_of(folder, {})[0]["sha256"]
+    assert entry["sha256"] == made_from.digest_of(folder, {})[0]["sha256"]
 
 
 # -- whatever is broken ----------------------------------------------------------------------------
@@ -299,7 +300,6 @@ def test_a_lock_that_cannot_be_written_ends_nothing(tiny: RunDir, capsys: Any) -
 
 def test_a_record_that_comes_meanwhile_gets_in(tiny: RunDir, monkeypatch: Any) -> None:
     real, calls = runlock.compose, []
-
     def late(run: RunDir, **how: Any) -> dict[str, Any]:
         found = real(run, **how)
         if not calls:

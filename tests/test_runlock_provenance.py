@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kimi_eagle import provenance
-from kimi_eagle.containers import build
+from kimi_eagle.images import build
 
 ROOT = Path(__file__).resolve().parents[1]
 

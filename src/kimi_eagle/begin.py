@@ -17,7 +17,7 @@ from kimi_eagle.rundir import RunDir, follow
 from kimi_eagle.site import Site
 
 if TYPE_CHECKING:
-    from kimi_eagle.containers.pins import Image
+    from kimi_eagle.images.pins import Image
 
 
 def begin(run: RunDir, recipe: Recipe, recipe_path: Path, site: Site | None = None) -> Image | None:
@@ -25,7 +25,7 @@ def begin(run: RunDir, recipe: Recipe, recipe_path: Path, site: Site | None = No
 
     UsageError / RunError for an image that is not pinned, damaged, or another than the run's.
     """
-    from kimi_eagle import runlock
+    from kimi_eagle.lock import runlock
 
     if start.inside():
         image = None
@@ -42,8 +42,8 @@ def use_image(
     run: RunDir, recipe: Recipe, path: str | None, site: Site | None = None
 ) -> Image | None:
     """Prove the image and pin the run to it; None where neither the run nor the site has one."""
-    from kimi_eagle import runlock
-    from kimi_eagle.containers import pins
+    from kimi_eagle.images import pins
+    from kimi_eagle.lock import runlock
 
     pinned = runlock.pinned(run)
     path = path or (pinned.path if pinned else None)

@@ -15,8 +15,8 @@ from kimi_eagle.cli_options import json_option, print_json
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kimi_eagle.containers.lockfile import Entry
-    from kimi_eagle.containers.pins import Image
+    from kimi_eagle.images.lockfile import Entry
+    from kimi_eagle.images.pins import Image
 
 BAR_BYTES = 1_000_000_000
 """From here on reading a file takes long enough to show a bar."""
@@ -73,8 +73,8 @@ def image_build(
       kimi-eagle image build --flavour cuda --site mycluster -o /shared/images/kimi-eagle.sif
       kimi-eagle image build --flavour cuda --base localimage:/shared/images/vllm.sif
     """
-    from kimi_eagle.containers import build as room
-    from kimi_eagle.containers import lockfile, pins
+    from kimi_eagle.images import build as room
+    from kimi_eagle.images import lockfile, pins
 
     if base is not None and not all(base.partition(":")):
         raise click.BadParameter("expected BOOTSTRAP:FROM", param_hint="--base")
@@ -139,8 +139,8 @@ def image_import(
     """
     from pathlib import Path
 
-    from kimi_eagle.containers.importing import import_image
     from kimi_eagle.errors import UsageError
+    from kimi_eagle.images.importing import import_image
 
     if out and out.endswith("/") and not Path(out).expanduser().is_dir():
         raise UsageError("no such folder", where=out, fix="mkdir -p it, or name a file")
@@ -170,7 +170,7 @@ def image_lock(file: str, name: str | None, into: str | None, replace: bool, as_
       kimi-eagle image lock /shared/images/kimi-eagle.sif
       kimi-eagle image lock /shared/images/kimi-eagle.sif --into containers --replace
     """
-    from kimi_eagle.containers import pins
+    from kimi_eagle.images import pins
 
     _, seen = pins.look(file)
     with _bar("read", None if as_json else seen.bytes) as progress:
@@ -192,8 +192,8 @@ def image_verify(files: tuple[str, ...], as_json: bool) -> None:
       kimi-eagle image verify
       kimi-eagle image verify /shared/images/kimi-eagle.sif
     """
-    from kimi_eagle.containers import pins
     from kimi_eagle.errors import UsageError
+    from kimi_eagle.images import pins
 
     if files:
         rows = [_verify_file(file, as_json) for file in files]
@@ -226,8 +226,8 @@ def image_show(image_name: str, as_json: bool) -> None:
     import os
     import time
 
-    from kimi_eagle.containers import hashcache, pins, sif
     from kimi_eagle.errors import UsageError
+    from kimi_eagle.images import hashcache, pins, sif
 
     path = image_name
     if not os.path.lexists(path):
@@ -276,8 +276,8 @@ def image_show(image_name: str, as_json: bool) -> None:
 
 
 def _verify_file(file: str, as_json: bool) -> dict[str, Any]:
-    from kimi_eagle.containers import pins
     from kimi_eagle.errors import UsageError
+    from kimi_eagle.images import pins
 
     row = {"file": file, "name": "", "sha256": "", "state": "problem", "why": ""}
     try:
@@ -293,8 +293,8 @@ def _verify_entry(entry: Entry, as_json: bool) -> dict[str, Any]:
     import dataclasses
     import os
 
-    from kimi_eagle.containers import hashcache, pins
     from kimi_eagle.errors import UsageError
+    from kimi_eagle.images import hashcache, pins
 
     row = {"file": entry.path, "name": entry.name, "lock": str(entry.lock), "sha256": ""}
     if not os.path.lexists(entry.path):
@@ -314,7 +314,7 @@ def _verify_entry(entry: Entry, as_json: bool) -> dict[str, Any]:
 
 def _fitness(found: Image) -> dict[str, str]:
     """The right bytes; jobs on this machine may refuse them all the same."""
-    from kimi_eagle.containers import pins
+    from kimi_eagle.images import pins
 
     why = pins.unfit(found)
     return {"state": "unfit", "why": f"jobs refuse it: {why.what}"} if why else {"state": "ok"}
@@ -340,7 +340,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 def _tell_locked(made: Image, into: str | None, as_json: bool, **more: Any) -> None:
     from pathlib import Path
 
-    from kimi_eagle.containers import lockfile, pins
+    from kimi_eagle.images import lockfile, pins
 
     lock = (_path(into) or Path(made.path).parent) / lockfile.NAME
     why = pins.unfit(made)

@@ -24,7 +24,7 @@ def diff(run_a: str, run_b: str, every: bool, as_json: bool) -> None:
       kimi-eagle diff runs/try1 runs/try2
       kimi-eagle diff runs/try1 archive/last-year.lock.json --all
     """
-    from kimi_eagle import rundiff
+    from kimi_eagle.lock import rundiff
 
     rows = rundiff.compare(rundiff.side(run_a), rundiff.side(run_b))
     same = rundiff.equal(rows)
@@ -73,9 +73,9 @@ def reproduce(
     """
     from pathlib import Path
 
-    from kimi_eagle import lock_checks, runlock
-    from kimi_eagle import reproduce as again
     from kimi_eagle.errors import RunError, UsageError
+    from kimi_eagle.lock import checking, runlock
+    from kimi_eagle.lock import reproduce as again
     from kimi_eagle.recipe import STAGES
     from kimi_eagle.site import load_site
 
@@ -90,7 +90,7 @@ def reproduce(
         at[key] = path
     lock = runlock.read(run_path)
     site = load_site(site_name) if site_name else None
-    found = lock_checks.look(
+    found = checking.look(
         lock, image_file=image_file, at=at, on_nodes=site.name if site else None
     )
     refused = found.refused(allow)

@@ -321,9 +321,10 @@ def _accept_image(run: Any, image_file: str, reason: str, as_json: bool) -> None
     """Prove the image, note the decision, then pin the run to it."""
     import contextlib
 
-    from kimi_eagle import accepted, runlock
-    from kimi_eagle.containers import pins
+    from kimi_eagle import accepted
     from kimi_eagle.errors import RunError, UsageError
+    from kimi_eagle.images import pins
+    from kimi_eagle.lock import runlock
     from kimi_eagle.turns import turn
 
     image = pins.verified(image_file)

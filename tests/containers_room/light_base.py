@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from bundles import ROOT, install, maker, unpack
 
-from kimi_eagle.containers import wheels
 from kimi_eagle.files import sha256_file
+from kimi_eagle.images import wheels
 
 
 @functools.cache

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kimi_eagle.containers import sif
-from kimi_eagle.containers.build import FAST
-from kimi_eagle.containers.pins import REQUIRED_LABELS
+from kimi_eagle.images import sif
+from kimi_eagle.images.build import FAST
+from kimi_eagle.images.pins import REQUIRED_LABELS
 
 LABELS = {name: f'of a "test", {name[-4:]}=1' for name in REQUIRED_LABELS}
 LABELS |= {"ai.kimi-eagle.flavour": "cpu", "ai.kimi-eagle.cuda-arch": "sm_90 sm_100"}

@@ -3,7 +3,7 @@
     from stack import stack_image    # tests/containers_room on sys.path, or importlib
     image = stack_image()
 
-Built by `containers/build.py` when it is not there (about 40 s on a kept base image, about 3 min
+Built by `images/build.py` when it is not there (about 40 s on a kept base image, about 3 min
 without one), kept by the digests of lock and source, and pinned beside it. KIMI_EAGLE_TEST_IMAGE
 names another file to take. Other users may read it. Two test sessions at once build once.
 """
@@ -20,9 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from kimi_eagle.containers import build as builder
-from kimi_eagle.containers import pins, wheels
 from kimi_eagle.files import sha256_file
+from kimi_eagle.images import build as builder
+from kimi_eagle.images import pins, wheels
 
 _held = []
 """Open files whose shared locks say that this session uses an image."""

@@ -10,10 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 from small_image import LABELS, build
 
-from kimi_eagle import accepted, files, lock_checks, runlock
+from kimi_eagle import accepted, files
 from kimi_eagle.cli import main
-from kimi_eagle.containers import pins
 from kimi_eagle.errors import RunError
+from kimi_eagle.images import pins
+from kimi_eagle.lock import checking, runlock
 from kimi_eagle.recipe import load
 from kimi_eagle.rundir import RunDir, create_run, follow
 
@@ -116,8 +117,8 @@ def test_reproduce_finds_the_image_and_knows_it_again(
     runlock.write(run)
     lock = runlock.read(run.path)
 
-    def look(**where: str) -> lock_checks.Check:
-        found = lock_checks.look(lock, **where)
+    def look(**where: str) -> checking.Check:
+        found = checking.look(lock, **where)
         assert (found.image is None) == (found.checks[1].verdict == "missing")
         return found.checks[1]
 
@@ -140,7 +141,7 @@ def test_units_of_two_images_are_no_one_image(run: RunDir, images: list[Path]) -
     lock = runlock.read(run.path)
 
     def refused(*allow: str) -> list[tuple[str, str]]:
-        found = lock_checks.look(lock).refused(allow)
+        found = checking.look(lock).refused(allow)
         return [(c.what, c.then) for c in found if c.what.startswith("image")]
 
     lock["code"]["ran"] = [{"image": f"sha256:{two.sha256}", "units": 3}]

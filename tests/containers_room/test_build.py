@@ -26,9 +26,9 @@ from typing import Any
 import pytest
 from small_image import WITH_PYTHON, make
 
-from kimi_eagle.containers import build as builder
-from kimi_eagle.containers import inside, sif, wheels
 from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.images import build as builder
+from kimi_eagle.images import inside, sif, wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFINITIONS = ("kimi-eagle.def", "kimi-eagle-cpu.def")
@@ -256,7 +256,7 @@ def builder_for(person: Any, light_lock: Path, ground: Path) -> Builder:
         "KIMI_EAGLE_CACHE": str(cache),
     }
     argv = ["/usr/bin/python3"]
-    tried = [*argv, "-c", "import kimi_eagle.containers.build, pip"]
+    tried = [*argv, "-c", "import kimi_eagle.images.build, pip"]
     if subprocess.run(tried, env=env, cwd=folder, capture_output=True, **person.ids).returncode:
         pytest.skip("the user cannot read this checkout, or its Python is another")
     return Builder(argv, env, person.ids, folder)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from stack import stack_image
 
-from kimi_eagle.containers import build as builder
-from kimi_eagle.containers import inside, pins, wheels
 from kimi_eagle.files import sha256_file
+from kimi_eagle.images import build as builder
+from kimi_eagle.images import inside, pins, wheels
 
 pytestmark = pytest.mark.slow
 LOCK = Path(__file__).resolve().parents[2] / "containers" / "cpu.lock"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kimi_eagle import liveness
-from kimi_eagle.containers import children
+from kimi_eagle.images import children
 
 
 def test_a_whole_family_ends(tmp_path: Path) -> None:

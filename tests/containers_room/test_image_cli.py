@@ -16,7 +16,7 @@ import pytest
 from small_image import LABELS, other_arch, patch
 
 from kimi_eagle import cli, files
-from kimi_eagle.containers import build, pins
+from kimi_eagle.images import build, pins
 
 pytestmark = pytest.mark.usefixtures("nobodys_home")
 

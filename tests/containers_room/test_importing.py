@@ -19,9 +19,9 @@ import pytest
 from small_image import LABELS, Archives, gzipped, other_arch, patch
 
 from kimi_eagle import files, turns
-from kimi_eagle.containers import importing, pins
-from kimi_eagle.containers.importing import import_image, kind_of
 from kimi_eagle.errors import KimiEagleError, UsageError
+from kimi_eagle.images import importing, pins
+from kimi_eagle.images.importing import import_image, kind_of
 
 pytestmark = pytest.mark.usefixtures("nobodys_home")
 
@@ -354,7 +354,7 @@ def test_stopped(number: int, archives: Archives, here: Path) -> None:
         for _ in range(60):
             file.write(os.urandom(1 << 20))
     code = (
-        "import sys; from kimi_eagle.containers.importing import import_image\n"
+        "import sys; from kimi_eagle.images.importing import import_image\n"
         "from pathlib import Path; import_image('big', Path('new.sif'))"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)

@@ -14,8 +14,8 @@ import pytest
 from small_image import LABELS, as_nobody, build, bytes_read, descriptors, other_arch, patch
 
 from kimi_eagle import files
-from kimi_eagle.containers import hashcache, pins
 from kimi_eagle.errors import UsageError
+from kimi_eagle.images import hashcache, pins
 
 pytestmark = pytest.mark.usefixtures("nobodys_home")
 

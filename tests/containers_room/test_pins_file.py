@@ -14,8 +14,8 @@ import pytest
 from small_image import as_nobody
 
 from kimi_eagle import liveness, turns
-from kimi_eagle.containers import lockfile, pins
 from kimi_eagle.errors import KimiEagleError, RunError, UsageError
+from kimi_eagle.images import lockfile, pins
 
 pytestmark = pytest.mark.usefixtures("nobodys_home")
 

@@ -11,7 +11,7 @@ import pytest
 from stack import stack_image
 
 from kimi_eagle import files
-from kimi_eagle.containers import pins
+from kimi_eagle.images import pins
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from small_image import LABELS, as_nobody, descriptors, other_arch, patch
 
-from kimi_eagle.containers import sif
 from kimi_eagle.errors import UsageError
+from kimi_eagle.images import sif
 
 pytestmark = pytest.mark.usefixtures("nobodys_home")
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 import kimi_eagle
-from kimi_eagle import begin, runlock
+from kimi_eagle import begin
 from kimi_eagle import recipe as recipes
 from kimi_eagle.containers import start
-from kimi_eagle.containers.pins import Image
 from kimi_eagle.errors import KimiEagleError, UsageError
+from kimi_eagle.images.pins import Image
+from kimi_eagle.lock import runlock
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
 

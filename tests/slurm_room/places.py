@@ -105,7 +105,7 @@ def _user(ground: Path, verifier: Path) -> Place:
 
 def light_base(folder: Path) -> Path:
     """A Python with the package and what it needs on a login node, from the lock's wheels."""
-    from kimi_eagle.containers import wheels
+    from kimi_eagle.images import wheels
 
     names = _names(ROOT / "containers/base.lock") | {"kimi-eagle"}
     found = wheels.wheels("cpu")

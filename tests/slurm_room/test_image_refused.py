@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "containers_room"))
 from campaign import Case  # noqa: E402
 from small_image import LABELS, build, other_arch, patch  # noqa: E402
 
-from kimi_eagle.containers import pins  # noqa: E402
+from kimi_eagle.images import pins  # noqa: E402
 
 
 @pytest.fixture(scope="module")

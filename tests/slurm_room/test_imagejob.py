@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_eagle.containers import pins
+from kimi_eagle.images import pins
 from kimi_eagle.site import Site
 from kimi_eagle.slurm import imagejob
 

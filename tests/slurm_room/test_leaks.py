@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from campaign import Case, records  # noqa: E402
 
-from kimi_eagle.containers import pins  # noqa: E402
+from kimi_eagle.images import pins  # noqa: E402
 
 NAMED = "HF_TOKEN"
 """The one secret that the recipe names."""

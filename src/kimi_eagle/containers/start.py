@@ -23,7 +23,7 @@ from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site
 
 if TYPE_CHECKING:
-    from kimi_eagle.containers.pins import Image
+    from kimi_eagle.images.pins import Image
 
 _PLAIN = """\
 #!/usr/bin/env bash
@@ -45,7 +45,7 @@ def write(run: RunDir, recipe: Recipe, site: Site | None, image: Image | None) -
     if image is None:
         text = _PLAIN.format(python=shlex.quote(sys.executable))
     else:
-        from kimi_eagle.containers.pins import stat_line
+        from kimi_eagle.images.pins import stat_line
 
         text = node_script(settings(run, recipe, site, image), ("kimi-eagle",))
         # Where the node sees the same file, it need not read 10 GB again.
@@ -62,7 +62,7 @@ def enter(
     image's and not this Python's. see: a further file that the command reads. recipe: what it says,
     for links and homes of the host mean nothing inside.
     """
-    from kimi_eagle.runlock import pinned
+    from kimi_eagle.lock.runlock import pinned
 
     if inside() or (image := pinned(run)) is None:
         return

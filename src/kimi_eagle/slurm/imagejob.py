@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 
 from kimi_eagle import files
-from kimi_eagle.containers import build, pins, wheels
 from kimi_eagle.errors import KimiEagleError, RunError, UsageError
+from kimi_eagle.images import build, pins, wheels
 from kimi_eagle.site import Site
 from kimi_eagle.slurm import queue
 from kimi_eagle.slurm.sbatch import UNSAFE_IN_PATHS

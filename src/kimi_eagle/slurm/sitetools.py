@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kimi_eagle.containers import exec as apptainer
-from kimi_eagle.containers import pins
 from kimi_eagle.errors import KimiEagleError
+from kimi_eagle.images import pins
 from kimi_eagle.site import Site
 
 State = Literal["ok", "problem", "unknown"]

@@ -18,8 +18,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle import begin, files, runlock
+from kimi_eagle import begin, files
 from kimi_eagle.errors import RunError
+from kimi_eagle.lock import runlock
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.site import Site

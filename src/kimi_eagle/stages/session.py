@@ -14,9 +14,10 @@ from pathlib import Path
 
 import click
 
-from kimi_eagle import files, runlock
+from kimi_eagle import files
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Unit
+from kimi_eagle.lock import runlock
 from kimi_eagle.provenance import image_digest
 from kimi_eagle.stages import UPSTREAM, module, upstream_of
 from kimi_eagle.stages.context import Context, GateShut, Waiting, open_context, recipe_digest

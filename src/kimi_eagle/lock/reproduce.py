@@ -2,7 +2,7 @@
 
 Reads one run.lock.json; makes a new run directory beside it, which follows the recorded recipe, and
 starts it as a user would: `kimi-eagle run`, or a submit. The new run goes as far as the first one
-did. What stands in the way is found before anything is made (`lock_checks`).
+did. What stands in the way is found before anything is made (`checking`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kimi_eagle import files, runlock
+from kimi_eagle import files
 from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.lock import runlock
+from kimi_eagle.lock.rundiff import Row, compare
 from kimi_eagle.recipe import STAGES, Recipe, load
-from kimi_eagle.rundiff import Row, compare
 from kimi_eagle.rundir import RunDir, create_run, follow, open_run
 from kimi_eagle.stages.context import recipe_digest
 
 if TYPE_CHECKING:
-    from kimi_eagle.containers.pins import Image
+    from kimi_eagle.images.pins import Image
 
 MARK = "# kimi-eagle reproduce: lock "
 """Begins a recipe written here, with the digest of the lock: who finds it may go on with it."""

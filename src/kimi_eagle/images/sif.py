@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kimi_eagle.containers import children
 from kimi_eagle.errors import UsageError
+from kimi_eagle.images import children
 
 ARCHITECTURES = {
     **{b"01": "386", b"02": "amd64", b"03": "arm", b"04": "arm64", b"05": "ppc64"},

@@ -19,9 +19,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kimi_eagle.containers.inside import lock_versions
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.files import sha256_file, sha256_of_all
+from kimi_eagle.images.inside import lock_versions
 
 Say = Callable[[str], object]
 

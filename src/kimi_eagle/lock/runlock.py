@@ -22,15 +22,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kimi_eagle import accepted, files, lock_format, lock_inputs, lock_stages
+from kimi_eagle import accepted, files
 from kimi_eagle.errors import KimiEagleError, RunError, UsageError
-from kimi_eagle.lock_format import FORMAT
+from kimi_eagle.lock import made_from, shape, stage_facts
+from kimi_eagle.lock.shape import FORMAT
 from kimi_eagle.provenance import code, environment_lock
 from kimi_eagle.recipe import STAGES, Recipe, input_paths
 from kimi_eagle.rundir import RunDir
 
 if TYPE_CHECKING:
-    from kimi_eagle.containers.pins import Image
+    from kimi_eagle.images.pins import Image
 
 IMAGE_FORMAT = "run-image/1"
 STAGE_BYTES = 1 << 30
@@ -52,7 +53,7 @@ def pinned(run: RunDir) -> Image | None:
         if run.proven.exists():
             raise _unknown_image(run, "is gone")
         return None
-    from kimi_eagle.containers.pins import Image
+    from kimi_eagle.images.pins import Image
 
     data = files.read_json(run.image)
     try:
@@ -99,7 +100,7 @@ def replace_image(run: RunDir, image: Image) -> None:
 
 
 def _image_text(image: Image) -> str:
-    from kimi_eagle.containers.pins import stat_line
+    from kimi_eagle.images.pins import stat_line
 
     entry = {
         "format": IMAGE_FORMAT,
@@ -130,7 +131,7 @@ def read(path: str | Path) -> dict[str, Any]:
         raise UsageError(f"cannot be read: {e.strerror}", where=file) from None
     except (ValueError, RecursionError):
         raise UsageError("not a lock: not whole JSON", where=file) from None
-    if why := lock_format.fault(found):
+    if why := shape.fault(found):
         raise UsageError(f"not a lock: {why}", where=file, expected=f"format {FORMAT}")
     return found
 
@@ -141,7 +142,7 @@ def _read_quietly(path: Path) -> dict[str, Any]:
         found = files.read_json(path)
     except (OSError, RecursionError):
         return {}
-    return {} if lock_format.fault(found) else found
+    return {} if shape.fault(found) else found
 
 
 def write(
@@ -168,7 +169,7 @@ def write(
 
 def _marks(run: RunDir) -> Any:
     """Another value as soon as a record comes or goes."""
-    return _or_reason(lambda: [lock_stages.listing(run.stage(name)) for name in STAGES])
+    return _or_reason(lambda: [stage_facts.listing(run.stage(name)) for name in STAGES])
 
 
 def compose(
@@ -183,7 +184,7 @@ def compose(
         from kimi_eagle.stages.context import recipe_digest
 
         digest = recipe_digest(known)
-    stages = lock_stages.describe(run, known, digest, before.get("stages") or {})
+    stages = stage_facts.describe(run, known, digest, before.get("stages") or {})
     image = _or_reason(lambda: _image(run))
     lock = {
         "format": FORMAT,
@@ -198,7 +199,7 @@ def compose(
         "code": _code(before, stages, by),
         "environment": _environment(stages, image),
         "site": _or_reason(lambda: _site(run, before, by)),
-        "machines": lock_stages.over_stages(stages, "machines"),
+        "machines": stage_facts.over_stages(stages, "machines"),
         "times": _times(stages),
         **_inputs(known, before, by),
     }
@@ -249,7 +250,7 @@ def _code(before: dict[str, Any], stages: dict[str, Any], by: str) -> dict[str, 
     last = (before.get("code") or {}).get("command_line")
     return {
         "command_line": mine if by == "command" or not last else last,
-        "ran": lock_stages.over_stages(stages, "code"),
+        "ran": stage_facts.over_stages(stages, "code"),
     }
 
 
@@ -257,7 +258,7 @@ def _environment(stages: dict[str, Any], image: Any) -> dict[str, Any]:
     """packages: versions by name, from the records, else from here. locks: sha256 of the lock files
     that the environments of image and records were installed from."""
     packages: dict[str, list[str]] = {}
-    locks, ran = set(), lock_stages.over_stages(stages, "code")
+    locks, ran = set(), stage_facts.over_stages(stages, "code")
     for entry in ran:
         for name, version in (entry.get("packages") or {}).items():
             packages.setdefault(name, [])
@@ -279,14 +280,14 @@ def _inputs(recipe: Recipe | None, before: dict[str, Any], by: str) -> dict[str,
     if recipe is None or (by == "accept" and before):
         return {"inputs": old, "verifier": old_verifier}
     limit = STAGE_BYTES if by == "stage" else None
-    found = lock_inputs.describe(recipe, old, before.get("written", 0.0), limit)
+    found = made_from.describe(recipe, old, before.get("written", 0.0), limit)
     same = (before.get("paths") or {}).get("inputs") or {}
     now = input_paths(recipe)
     for key, entry in found.items():
         gone = entry["sha256"] is None and "bytes" not in entry
         if gone and (old.get(key) or {}).get("sha256") and same.get(key) == now[key]:
             found[key] = {**old[key], "reason": entry["reason"]}
-    seen = lock_inputs.verifier(recipe.verifier.path, old_verifier)
+    seen = made_from.verifier(recipe.verifier.path, old_verifier)
     if seen["id"] is None and old_verifier.get("id"):
         if same.get("verifier.path") == now["verifier.path"]:
             seen = {**old_verifier, "reason": seen["reason"]}

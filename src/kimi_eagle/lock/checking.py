@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kimi_eagle import lock_inputs, runlock
 from kimi_eagle.errors import KimiEagleError, UsageError
+from kimi_eagle.lock import made_from, runlock
+from kimi_eagle.lock.rundiff import shown
 from kimi_eagle.provenance import code, environment_lock, provenance, version
 from kimi_eagle.recipe import Recipe, input_paths, parse
-from kimi_eagle.rundiff import shown
 
 if TYPE_CHECKING:
-    from kimi_eagle.containers.pins import Image
+    from kimi_eagle.images.pins import Image
 
 OK, DIFFERS, MISSING, UNKNOWN, WARNING = "ok", "differs", "missing", "not known", "warning"
 
@@ -165,7 +165,7 @@ def _inputs(lock: dict[str, Any], recipe: Recipe | None) -> Iterator[Check]:
             note = f"{path or 'no path'}: not there; --at {key}=PATH says where it is now"
             yield Check(key, shown(then), "", MISSING, note=note)
             continue
-        now, _ = lock_inputs.digest_of(Path(path), {})
+        now, _ = made_from.digest_of(Path(path), {})
         if now["sha256"] is None:
             yield Check(key, shown(then), "", MISSING, note=now["reason"])
         elif then is None:
@@ -190,7 +190,7 @@ def _which(then: dict[str, Any], now: dict[str, Any]) -> str:
 def _verifier(lock: dict[str, Any], path: str | None) -> Check:
     """By headers and sizes, as keys have it; not by content."""
     then = lock["verifier"].get("id")
-    now = lock_inputs.verifier(path, {}) if path else {"id": None, "reason": "no path"}
+    now = made_from.verifier(path, {}) if path else {"id": None, "reason": "no path"}
     if now["id"] is None:
         note = f"{now['reason']}; --at verifier.path=DIR says where it is now"
         return Check("verifier", shown(then), "", MISSING, note=note)
@@ -216,7 +216,7 @@ def _image(lock: dict[str, Any], file: str | None) -> tuple[list[Check], Image |
         if why := runlock.unknown(lock.get("image")):
             return [Check("image", "", "", UNKNOWN, "image", f"not in the lock: {why}")], None
         return [], None
-    from kimi_eagle.containers import pins
+    from kimi_eagle.images import pins
 
     words = f"sha256:{shown(then)}" if then else "none"
     faults = []
@@ -235,7 +235,7 @@ def _image(lock: dict[str, Any], file: str | None) -> tuple[list[Check], Image |
 
 def _candidates(lock: dict[str, Any], sha256: str | None) -> list[str]:
     """Where the image lay, and every file that the lock files here pin with its digest."""
-    from kimi_eagle.containers import pins
+    from kimi_eagle.images import pins
 
     recorded = lock["paths"].get("image")
     found = [recorded] if isinstance(recorded, str) and os.path.exists(recorded) else []

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kimi_eagle.containers import children
 from kimi_eagle.errors import RunError
+from kimi_eagle.images import children
 
 
 def search_path() -> str:

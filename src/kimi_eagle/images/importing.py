@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kimi_eagle import files
-from kimi_eagle.containers import children, hashcache, lockfile, pins, sif
 from kimi_eagle.containers.exec import check_program
-from kimi_eagle.containers.hashcache import Progress
 from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.images import children, hashcache, lockfile, pins, sif
+from kimi_eagle.images.hashcache import Progress
 
 KINDS = ("sif", "docker-archive", "oci-archive", "oci", "sandbox")
 COMPRESSION = ("-comp", "zstd", "-Xcompression-level", "3")

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle.containers import hashcache, lockfile, sif
-from kimi_eagle.containers.hashcache import Progress, stat_line
 from kimi_eagle.errors import UsageError
+from kimi_eagle.images import hashcache, lockfile, sif
+from kimi_eagle.images.hashcache import Progress, stat_line
 
 __all__ = ["Image", "lock", "lock_files", "stat_line", "verified"]
 

@@ -1,7 +1,7 @@
 """What an image says about itself: run inside it while it is built (labels) and tested (check).
 
-    python -m kimi_eagle.containers.inside labels FLAVOUR FACTS    lines of `NAME VALUE` for %post
-    python -m kimi_eagle.containers.inside check MODULE...         exit 1 when something is amiss
+    python -m kimi_eagle.images.inside labels FLAVOUR FACTS    lines of `NAME VALUE` for %post
+    python -m kimi_eagle.images.inside check MODULE...         exit 1 when something is amiss
 
 Versions are read from what is installed, never from what should be. Nothing but `labels` and
 `check` themselves imports torch, and neither needs a GPU.

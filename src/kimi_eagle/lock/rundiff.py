@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle import runlock
-from kimi_eagle.lock_stages import MACHINES_NAMED
+from kimi_eagle.lock import runlock
+from kimi_eagle.lock.stage_facts import MACHINES_NAMED
 from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import open_run
 

@@ -1,4 +1,4 @@
-"""The bill of materials of an image, CycloneDX 1.6 JSON: `python -m kimi_eagle.containers.sbom`.
+"""The bill of materials of an image, CycloneDX 1.6 JSON: `python -m kimi_eagle.images.sbom`.
 
 Run inside while the image is built. Lists what Python's own metadata and Debian's package list say
 is installed, with the licences they state. Written by hand because the format's libraries are not

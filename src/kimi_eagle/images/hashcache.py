@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from kimi_eagle import files
-from kimi_eagle.containers import sif
 from kimi_eagle.errors import UsageError
+from kimi_eagle.images import sif
 
 SETTLED_SECONDS = 2.0
 """A file younger than this is not remembered: a second change might get the same time stamps."""

@@ -26,7 +26,8 @@ from pathlib import Path
 import kimi_eagle
 from kimi_eagle import files
 from kimi_eagle.containers.exec import mount_text
-from kimi_eagle.containers.wheels import (
+from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.images.wheels import (
     Say,
     cache,
     checkout,
@@ -37,8 +38,7 @@ from kimi_eagle.containers.wheels import (
     source_digest,
     wheels,
 )
-from kimi_eagle.containers.workplace import run, search_path, workplace
-from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.images.workplace import run, search_path, workplace
 from kimi_eagle.provenance import NO_PINS, git
 
 __all__ = ["BuildReport", "base_image", "build", "sbom_path", "wheels"]
@@ -147,7 +147,7 @@ def base_image(
 
 
 def facts(lock: Path, wheel: Path) -> dict[str, str]:
-    """Labels that only the builder knows; the others are read inside (containers/inside.py)."""
+    """Labels that only the builder knows; the others are read inside (images/inside.py)."""
     oci = {
         "title": "kimi-eagle",
         "version": kimi_eagle.__version__,
