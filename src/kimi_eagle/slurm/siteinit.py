@@ -263,6 +263,11 @@ def render(seen: Cluster, name: str) -> str:
     if not _fits(name=name):
         lines.append('name = "mycluster"')
     lines += _place(seen, chosen) + _resources(chosen) + _times(seen, chosen) + _limits(seen)
+    lines += [
+        "",
+        "# -- what jobs run in: make it with `kimi-eagle image build` or `image import`",
+        '# image = "/shared/images/kimi-eagle.sif"   # unset: this very Python, on every node',
+    ]
     return "\n".join(lines) + "\n"
 
 
