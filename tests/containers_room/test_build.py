@@ -229,7 +229,7 @@ class Builder:
     def start(self, out: Path, base: Path, lock: Path) -> subprocess.Popen[bytes]:
         code = (
             "import sys; from pathlib import Path\n"
-            "from kimi_eagle.containers import build, wheels\n"
+            "from kimi_eagle.images import build, wheels\n"
             "wheels.PYTHON['cuda'] = wheels.PYTHON['cpu']\n"
             "out, base, lock, minor = sys.argv[1:]\n"
             "args = {'PYTHON_VERSION': minor, 'IMPORTS': 'kimi_eagle'}\n"

@@ -75,7 +75,7 @@ def test_locked_again_changes_nothing(own: Path) -> None:
 
 def test_writers_at_once_lose_nothing(own: Path) -> None:
     code = (
-        "import sys; from kimi_eagle.containers import pins\n"
+        "import sys; from kimi_eagle.images import pins\n"
         "for i in range(5): pins.lock(sys.argv[1], name=f'{sys.argv[2]}-{i}')"
     )
     argv = [sys.executable, "-c", code, str(own)]
