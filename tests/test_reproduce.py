@@ -305,7 +305,7 @@ def test_any_recipe_is_written_as_it_was(name: str, tmp_path: Path) -> None:
 # -- the same comes out ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_same_bytes_up_to_vocab(origin: Path, tmp_path: Path) -> None:
     """From a copy of the lock alone, into a run of another name; then verdicts on other bytes."""
     runlock.write(open_run(origin))

@@ -175,6 +175,7 @@ def kill_session(front: subprocess.Popen[bytes]) -> None:
     front.wait()
 
 
+@pytest.mark.campaign
 def test_sigkill_at_random_moments_changes_no_byte(reference: Path, tmp_path: Path, eagle) -> None:
     run, dice = tmp_path / "killed", random.Random(2026)
     for kill in range(5):
@@ -294,6 +295,7 @@ def test_a_failed_unit_shuts_the_gate_and_retry_opens_it(copy: Path, eagle) -> N
     assert found["extract"]["open"] == 1
 
 
+@pytest.mark.campaign
 def test_lost_files_are_noticed_before_they_are_read(copy: Path, eagle) -> None:
     for stage in ("vocab", "train", "benchmark"):
         shutil.rmtree(copy / stage)

@@ -30,6 +30,9 @@ K, MAX_TOKENS = 3, 24
 QUESTIONS = ["What is rain?", "Name three animals.", "Count from one to ten.", "Who are you?"]
 
 
+pytestmark = pytest.mark.campaign
+
+
 @pytest.fixture(scope="module")
 def verifier(verifier_dir: Path) -> Verifier:
     return open_verifier(verifier_dir)
@@ -204,7 +207,6 @@ def served(draft: Path, folder: Path) -> Iterator[str]:
             server.wait()
 
 
-@pytest.mark.campaign
 def test_vllm_serve_loads_the_draft_alone(
     benchmark, verifier: Verifier, draft: Path, tmp_path: Path
 ) -> None:

@@ -53,7 +53,14 @@ TINY_BASE = f"""\
 
 @pytest.fixture(scope="module")
 def tiny_base(apptainer: str, ground: Path) -> Path:
-    return make(ground / "tiny.sif", TINY_BASE)
+    return make(_open_folder(ground) / "tiny.sif", TINY_BASE)
+
+
+def _open_folder(ground: Path, name: str = "") -> Path:
+    """A new one each time: the order of tests may come back to this module."""
+    folder = Path(tempfile.mkdtemp(prefix=name, dir=ground))
+    folder.chmod(0o755)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +93,7 @@ def tiny(tiny_base: Path, light_lock: Path, ground: Path) -> Iterator[builder.Bu
         pytest.skip(f"the light lock's wheels are for CPython 3.11, the host has {_host_minor()}")
     with pytest.MonkeyPatch.context() as patch:  # the wheels fetched have to fit the tiny base
         patch.setitem(wheels.PYTHON, "cuda", wheels.PYTHON["cpu"])
-        folder = ground / "a folder"
-        folder.mkdir()
-        folder.chmod(0o755)
+        folder = _open_folder(ground, "a folder ")
         yield tiny_build(folder / "tiny image.sif", tiny_base, light_lock)
 
 

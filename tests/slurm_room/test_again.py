@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from campaign import Case, records, wait  # noqa: E402
 
 
+@pytest.mark.campaign
 def test_leaving_after_the_unit(case: Case) -> None:
     """The one that leaves ends its unit; the new one starts beside it and does the others."""
     case.open(2, 6, 9)

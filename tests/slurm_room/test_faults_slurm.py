@@ -99,6 +99,7 @@ def test_suspend_and_resume(case: Case) -> None:
     assert {r["unit"]: r["worker"] for r in records(case.run, "extract")} == made
 
 
+@pytest.mark.campaign
 def test_slurmctld_restarts_and_accounting_is_down(case: Case) -> None:
     """Submitted without slurmdbd; slurmctld is away while units end and comes back."""
     case.bed.testbed("stop-dbd")

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from campaign import UNITS, Case, records, wait  # noqa: E402
 
 
+@pytest.mark.campaign
 def test_a_cancelled_upstream(case: Case) -> None:
     """train waits with afterany, starts when extract is cancelled, and leaves at its gate."""
     case.open(3, 4)

@@ -13,7 +13,7 @@ from campaign import UNITS, Case, records, wait  # noqa: E402
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(p, marks=pytest.mark.campaign) for p in ("host", "newer")] + ["user"],
+    [pytest.param(p, marks=pytest.mark.campaign) for p in ("host", "user", "newer")],
     indirect=True,
 )
 def test_scancel_of_one_array_task(case: Case) -> None:

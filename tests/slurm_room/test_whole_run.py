@@ -21,11 +21,12 @@ from kimi_eagle.slurm.names import SHORT  # noqa: E402
 @pytest.mark.slow
 @IN_IMAGE
 def test_every_stage_as_jobs(case: Case) -> None:
-    """4 workers a group, each held in its first unit until all four have one."""
-    case.configure("workers = 4")
-    entries = case.submit(hold=4)
+    """4 workers a group (2 in the image), each held in its first unit until all have one."""
+    count = 2 if case.place.image else 4
+    case.configure(f"workers = {count}")
+    entries = case.submit(hold=count)
     assert [(e["role"], e["tasks"]) for e in entries] == [
-        ("canary", 1), ("workers", 3), ("canary", 1), ("workers", 3), ("single", 1)
+        ("canary", 1), ("workers", count - 1), ("canary", 1), ("workers", count - 1), ("single", 1)
     ]  # fmt: skip
     plain, full, gpus = set(), set(), set()
     deadline = time.monotonic() + 900
@@ -47,10 +48,12 @@ def test_every_stage_as_jobs(case: Case) -> None:
     assert results["identical_outputs"] is True and results["acceptance_length"] >= 1
     assert "<svg" in (case.run / "report.html").read_text()
 
-    # Four nodes at once, each with a unit of its own.
+    # So many nodes at once, each with a unit of its own.
     made = records(case.run, "extract")
     workers = {r["worker"] for r in made}
-    slots = {f"j{entries[2]['job_id']}", *(f"j{entries[3]['job_id']}_{n}" for n in range(3))}
+    others = entries[3]["job_id"]
+    tasks = [f"j{others}"] if count == 2 else [f"j{others}_{n}" for n in range(count - 1)]
+    slots = {f"j{entries[2]['job_id']}", *tasks}
     assert {w.partition("-")[0] for w in workers} == slots
     started = [
         line.split()[2]
@@ -58,7 +61,7 @@ def test_every_stage_as_jobs(case: Case) -> None:
         for line in path.read_text().splitlines()
         if line.endswith(" extract")
     ]
-    assert sorted(started) == [f"127.0.1.{n}" for n in (1, 2, 3, 4)]
+    assert sorted(started) == [f"127.0.1.{n + 1}" for n in range(count)]
     assert gpus == {"gres:gpu:8"}
 
     # What squeue showed meanwhile: 8 characters tell all, and the suffix never changed.
