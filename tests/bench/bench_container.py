@@ -12,7 +12,6 @@ the same lock. Goals: at most 0.5 s a start, at least 0.98 of the tokens a secon
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there by itself in the image
-from bench_extract import SECTION, make  # noqa: E402
+from bench_extract import SECTION, Child, make  # noqa: E402
 
 from kimi_eagle.containers.exec import ExecSettings, Mount, node_script  # noqa: E402
 
@@ -40,33 +39,6 @@ def serve(model: str, tokens: int) -> None:
             start = time.perf_counter()
             engine.generate(batch, max_tokens=1)
             print("RESULT", time.perf_counter() - start, flush=True)
-
-
-class Child:
-    """A serving process that waits between its turns."""
-
-    def __init__(self, program: list[str], model: str, tokens: int):
-        command = [*program, __file__, "--serve", "--model", model, "--tokens", str(tokens)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True,
-        )  # fmt: skip
-        self._answer()
-
-    def once(self) -> float:
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _answer(self) -> float:
-        for line in self._process.stdout:
-            if line.startswith("RESULT "):
-                return json.loads(line.split()[1])
-        raise SystemExit(f"a child ended with {self._process.wait()}")
 
 
 def start_seconds(image: str, folder: Path, runs: int) -> float:
@@ -113,7 +85,8 @@ def compare(programs: dict[str, list[str]], model: str, args: argparse.Namespace
     total, ratios = sum(map(len, make(args.tokens))), []
     for number in range(args.rounds):
         kinds = ("inside", "outside") if number % 2 else ("outside", "inside")
-        children = {kind: Child(programs[kind], model, args.tokens) for kind in kinds}
+        told = [__file__, "--serve", "--model", model, "--tokens", str(args.tokens)]
+        children = {kind: Child([*programs[kind], *told]) for kind in kinds}
         for pair in range(args.pairs):
             order = kinds if pair % 2 else kinds[::-1]
             found = {kind: total / children[kind].once() for kind in order}

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from kimi_eagle.recipe import EngineSection
 
@@ -63,12 +64,11 @@ def serve(kind: str, model: Path, tokens: int) -> None:
 
 
 class Child:
-    """A serving process that waits between its turns."""
+    """A serving process that waits between its turns: a line in, `RESULT JSON` out."""
 
-    def __init__(self, kind: str, model: Path, tokens: int):
-        command = [sys.executable, __file__, "--serve", kind, "--model", str(model)]
+    def __init__(self, command: list[str]):
         self._process = subprocess.Popen(
-            [*command, "--tokens", str(tokens)],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -76,7 +76,7 @@ class Child:
         )
         self._answer()
 
-    def once(self) -> list[float]:
+    def once(self) -> Any:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         return json.loads(self._answer())
@@ -112,7 +112,10 @@ def main() -> None:
     cpus: list[float] = []
     for number in range(args.rounds):
         kinds = ("extract", "plain") if number % 2 else ("plain", "extract")
-        children = {kind: Child(kind, args.model, args.tokens) for kind in kinds}
+        told = ["--model", str(args.model), "--tokens", str(args.tokens)]
+        children = {
+            kind: Child([sys.executable, __file__, "--serve", kind, *told]) for kind in kinds
+        }
         for pair in range(args.pairs):
             order = kinds if pair % 2 else kinds[::-1]
             found = {kind: children[kind].once() for kind in order}
