@@ -133,6 +133,11 @@ def file_digest(path: Path) -> str:
     return state.hexdigest()
 
 
+def bytes_digest(data: bytes) -> str:
+    """The same of bytes at hand."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
 def sha256_of_all(digests: Mapping[str, str]) -> str:
     """One sha256 for {name: sha256 of a file}: over the lines of sha256sum, in order of names."""
     lines = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -260,18 +260,22 @@ class Attempt:
         *,
         counts: dict[str, Any] | None = None,
         info: dict[str, Any] | None = None,
+        digests: Mapping[Path, tuple[str, str | None]] | None = None,
     ) -> bool:
         """Make these files the unit's result. False: another worker was first, ours are deleted.
 
         counts: numbers shown and added up (samples, tokens, ...). info: what later stages need.
+        digests: those that are known already, with what they are of where that is not the whole
+        file (a shard's header: the index proves the rest); the others are computed here.
         """
         entries = []
         for path in paths:
             files.fsync_file(path)
             files.fsync_dir(path.parent)
-            name = str(path.relative_to(self.worker.dir.files))
-            size = path.stat().st_size
-            entries.append({"name": name, "bytes": size, "xxh3": files.file_digest(path)})
+            value, of = (digests or {}).get(path) or (files.file_digest(path), None)
+            entry = {"bytes": path.stat().st_size, "xxh3": value}
+            entry["name"] = str(path.relative_to(self.worker.dir.files))
+            entries.append(entry | ({"of": of} if of else {}))
         won = self._ledger.create_record(self.unit, self._record("done", entries, counts, info))
         self._committed = True
         self.worker.committed += 1

@@ -1,9 +1,9 @@
-"""What the bytes of a shard mean; reads and writes nothing itself.
+"""What the bytes of a shard mean (FORMAT.md in code); reads and writes nothing itself.
 
 A shard is STEM.safetensors (all samples of a unit end to end) and STEM.index.parquet (one row a
-sample). The safetensors file is an ordinary one: 8 bytes little-endian header length, a JSON
-header padded with spaces, then the tensors without gaps (format: safetensors 0.8.0, README).
-Two choices: `hidden_states` comes first, so that states can be written before the number of
+sample, see `index.py`). The safetensors file is an ordinary one: 8 bytes little-endian header
+length, a JSON header padded with spaces, then the tensors without gaps (format: safetensors 0.8.0,
+README). Two choices: the states come first, so that they can be written before the number of
 tokens is known, and the header is padded so that they start on a 4096-byte page. The price is
 up to 4 KiB a shard; the gain is a writer that holds no states and a reader that maps whole pages.
 """
@@ -19,37 +19,52 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = "shard/1"
-INDEX_FORMAT = "shard-index/1"
+FORMAT = "shard/2"
+CODECS = ("raw", "lossless", "fp8")
+"""raw: the bfloat16 bits. lossless: the same bits, about 0.71 of the size. fp8: e4m3 with a scale
+for each token and layer, half the size, not the same values."""
+
 PAGE = 4096
 MAX_HEADER = 1 << 20
-TENSORS = ("hidden_states", "token_ids", "loss_mask")
+ALIGN = 8
+"""`blocks` of lossless is padded with zeros to a multiple of this: what follows is aligned."""
 
-BF16_MAGNITUDE = np.uint16(0x7FFF)
-BF16_INFINITY = np.uint16(0x7F80)
-"""Magnitude bits of +inf; every value at or above it is inf or NaN."""
+DTYPES = {
+    "BF16": np.uint16,
+    "F8_E4M3": np.uint8,
+    "F32": np.float32,
+    "I32": np.int32,
+    "U8": np.uint8,
+}
+"""safetensors' names -> what numpy maps them as (bfloat16 as its bits, e4m3 as its byte)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a shard. tokens: all samples together; layers, hidden: of each token's states."""
+    """Sizes of a shard. tokens: all samples together; layers, hidden: of each token's states.
 
+    block_bytes: size of `blocks` with its padding, for lossless.
+    """
+
+    codec: str
     tokens: int
     layers: int
     hidden: int
-
-    @property
-    def state_bytes_per_token(self) -> int:
-        return self.layers * self.hidden * 2
+    block_bytes: int = 0
 
     def tensors(self) -> dict[str, tuple[str, list[int], int]]:
         """name -> (safetensors dtype, shape, bytes), in file order."""
-        n, per_token = self.tokens, self.state_bytes_per_token
-        return {
-            "hidden_states": ("BF16", [n, self.layers, self.hidden], n * per_token),
-            "token_ids": ("I32", [n], 4 * n),
-            "loss_mask": ("U8", [n], n),
-        }
+        n, width = self.tokens, self.layers * self.hidden
+        shape = [n, self.layers, self.hidden]
+        states: dict[str, tuple[str, list[int], int]] = {
+            "raw": {"hidden_states": ("BF16", shape, 2 * n * width)},
+            "lossless": {"blocks": ("U8", [self.block_bytes], self.block_bytes)},
+            "fp8": {
+                "hidden_states": ("F8_E4M3", shape, n * width),
+                "scales": ("F32", [n, self.layers], 4 * n * self.layers),
+            },
+        }[self.codec]
+        return {**states, "token_ids": ("I32", [n], 4 * n), "loss_mask": ("U8", [n], n)}
 
     def header(self, meta: Mapping[str, str], size: int) -> bytes:
         """The first `size` bytes of the file: length, JSON, spaces."""
@@ -64,9 +79,9 @@ class Layout:
         return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
-def header_size(meta: Mapping[str, str], layers: int, hidden: int) -> int:
+def header_size(codec: str, meta: Mapping[str, str], layers: int, hidden: int) -> int:
     """Bytes to reserve for the header, whatever the number of tokens turns out to be."""
-    biggest = Layout(10**12, layers, hidden)
+    biggest = Layout(codec, 10**12, layers, hidden, 10**18)
     need = len(biggest.header(meta, MAX_HEADER).rstrip())
     return -(-need // PAGE) * PAGE
 
@@ -76,24 +91,16 @@ def index_path(shard: Path) -> Path:
     return shard.with_name(shard.name.removesuffix(".safetensors") + ".index.parquet")
 
 
-def sample_digest(states: np.ndarray, token_ids: np.ndarray) -> str:
-    """16 hex digits: xxh3_64 over a sample's state bytes, then its int32 token id bytes."""
-    import xxhash
-
-    state = xxhash.xxh3_64(_bytes(states))
-    state.update(_bytes(token_ids))
-    return state.hexdigest()
-
-
-def bytes_digest(parts: Iterable[np.ndarray]) -> str:
-    """16 hex digits: xxh3_64 over arrays laid end to end."""
+def digest64(parts: Iterable[np.ndarray | bytes | memoryview]) -> str:
+    """16 hex digits: xxh3_64 over arrays and bytes laid end to end."""
     import xxhash
 
     state = xxhash.xxh3_64()
     for part in parts:
-        state.update(_bytes(part))
+        state.update(flat(part) if isinstance(part, np.ndarray) else part)
     return state.hexdigest()
 
 
-def _bytes(array: np.ndarray) -> memoryview:
+def flat(array: np.ndarray) -> memoryview:
+    """The bytes of an array, copied only where it is not contiguous."""
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))

@@ -1,9 +1,11 @@
-"""Reads shards through memory maps: a sample is one slice, nothing is copied.
+"""One shard through a memory map: a sample is one slice, copied only where it has to be decoded.
 
-Reads what `writer.py` makes; writes nothing. Opening checks sizes against the header and the
-index (a truncated file never opens); `verify` reads the bytes and compares digests. Arrays are
-read-only numpy views (states as uint16, the bits of bfloat16): `torch.from_numpy(...).view(
-torch.bfloat16)` on the reader's side costs nothing and keeps torch out of here.
+Reads what `writer.py` makes; writes nothing. Opening reads the index alone; the safetensors file
+is mapped at the first sample, and then its size and header must be those that the index names (a
+truncated file never opens). `check` compares one sample's bytes with its digest, at the speed of
+memory; `faults` does that for all. Arrays are numpy, states as uint16 (the bits of bfloat16):
+`torch.from_numpy(...).view(torch.bfloat16)` on the reader's side costs nothing and keeps torch
+out of here.
 """
 
 from __future__ import annotations
@@ -11,210 +13,269 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import struct
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kimi_eagle import files
 from kimi_eagle.errors import RunError
-from kimi_eagle.shards.layout import (
-    FORMAT,
-    MAX_HEADER,
-    TENSORS,
-    Layout,
-    bytes_digest,
-    index_path,
-    sample_digest,
-)
+from kimi_eagle.shards import codecs
+from kimi_eagle.shards.index import AGAIN, read
+from kimi_eagle.shards.layout import ALIGN, DTYPES, FORMAT, MAX_HEADER, Layout, digest64, index_path
 
-DTYPES = {"hidden_states": np.uint16, "token_ids": np.int32, "loss_mask": np.uint8}
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is not as it was written; sample_id None: the shard as a whole."""
+
+    sample_id: str | None
+    what: str
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    meta: dict[str, str]
+    arrays: dict[str, np.ndarray]
+    data: mmap.mmap
+    begin: int
 
 
 class Shard:
     """One shard; may be pickled (data workers map the file anew) and used from many threads."""
 
-    def __init__(self, path: Path):
-        """RunError where the file or its index is missing, truncated or not a shard."""
-        self.path = Path(path)
-        self._map()
-        self._read_index()
+    def __init__(self, path: Path, index_digest: str | None = None):
+        """index_digest: xxh3-128 that the index file must have (records hold it).
+
+        RunError where the index is missing, damaged or not a shard's.
+        """
+        self.path, self._index_digest = Path(path), index_digest
+        self.index = read(index_path(self.path))
+        if index_digest not in (None, self.index.digest):
+            raise self._damaged("its index is not the one that was recorded")
+        self._lock = threading.Lock()
+        self._map: _Mapped | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
+        return {"path": self.path, "index_digest": self._index_digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"])
+        self.__init__(**state)
 
-    def __contains__(self, sample_id: str) -> bool:
-        return sample_id in self._row_of
+    # -- from the index --------------------------------------------------------------------------
 
     @property
     def sample_ids(self) -> list[str]:
         """Ids in file order."""
-        return self._ids
+        return self.index.sample_ids
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int32 [n]: tokens of each sample."""
+        return self.index.lengths
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return tuple(json.loads(self.meta["layers"]))
-
-    @property
-    def tokens(self) -> int:
-        return self.layout.tokens
+        return self.index.layers
 
     @property
     def hidden_size(self) -> int:
-        return self.layout.hidden
+        return self.index.hidden_size
 
-    def n_tokens(self, sample_id: str) -> int:
-        return int(self._counts[self._row(sample_id)])
+    @property
+    def codec(self) -> str:
+        return self.index.codec
 
-    def sample(self, sample_id: str) -> dict[str, np.ndarray]:
-        """hidden_states uint16 [T, layers, hidden] (bf16 bits), token_ids int32 [T], loss_mask
-        bool [T]: read-only views. RunError for an unknown id."""
-        part = self._slice(self._row(sample_id))
-        return {
-            "hidden_states": self.arrays["hidden_states"][part],
-            "token_ids": self.arrays["token_ids"][part],
-            "loss_mask": self.arrays["loss_mask"][part].view(np.bool_),
-        }
+    @property
+    def tokens(self) -> int:
+        return self.index.tokens
 
-    def verify(self, sample_id: str | None = None) -> None:
-        """Compare the digests of one sample, or of all samples and the loss mask; RunError names
-        the first that differs."""
-        rows = range(len(self._ids)) if sample_id is None else (self._row(sample_id),)
-        for row in rows:
-            part = self._slice(row)
-            states, ids = self.arrays["hidden_states"][part], self.arrays["token_ids"][part]
-            if sample_digest(states, ids) != self._digests[row]:
-                raise RunError(
-                    "the bytes are not those that were written",
-                    where=f"{self.path}, sample {self._ids[row]}",
-                    fix="set the unit aside and run extract again",
-                )
-        if sample_id is None and bytes_digest([self.arrays["loss_mask"]]) != self._mask_digest:
-            raise RunError("the loss mask is not the one that was written", where=self.path)
+    def __len__(self) -> int:
+        return len(self.lengths)
 
-    def _row(self, sample_id: str) -> int:
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._row_of
+
+    @cached_property
+    def _row_of(self) -> dict[str, int]:
+        # Equal ids mean equal tokens and mask: the first of them stands for all.
+        return {s: i for i, s in reversed(list(enumerate(self.sample_ids)))}
+
+    def row(self, sample_id: str) -> int:
+        """Place of a sample in the file; RunError for an unknown id."""
         try:
             return self._row_of[sample_id]
         except KeyError:
             raise RunError(f"no sample {sample_id}", where=self.path) from None
 
-    def _slice(self, row: int) -> slice:
-        start = int(self._starts[row])
-        return slice(start, start + int(self._counts[row]))
+    def n_tokens(self, sample_id: str) -> int:
+        return int(self.lengths[self.row(sample_id)])
 
-    def _map(self) -> None:
+    # -- from the map ----------------------------------------------------------------------------
+
+    @property
+    def meta(self) -> dict[str, str]:
+        """Metadata of the safetensors file."""
+        return self._mapped.meta
+
+    def sample(self, sample_id: str) -> dict[str, np.ndarray]:
+        """As `at`, by id."""
+        return self.at(self.row(sample_id))
+
+    def at(self, row: int) -> dict[str, np.ndarray]:
+        """hidden_states uint16 [T, layers, hidden] (bf16 bits), token_ids int32 [T], loss_mask
+        bool [T]; read-only views of the map, but for states that had to be decoded.
+
+        RunError where states cannot be decoded.
+        """
+        token_ids, mask = self.tokens_at(row)
+        return {"hidden_states": self._states(row), "token_ids": token_ids, "loss_mask": mask}
+
+    def tokens_at(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """token_ids int32 [T] and loss_mask bool [T], without touching the states."""
+        arrays, part = self._mapped.arrays, self._slice(row)
+        return arrays["token_ids"][part], arrays["loss_mask"][part].view(np.bool_)
+
+    def check(self, row: int) -> str | None:
+        """None where the bytes of a sample are those that were written, else what is wrong."""
+        try:
+            mapped, part = self._mapped, self._slice(row)
+            # A file cut short since would end this process (SIGBUS) at the first missing page.
+            if (size := self.path.stat().st_size) != self.index.bytes:
+                return f"{self.path} has {size} bytes now, {self.index.bytes} were written"
+        except (RunError, OSError) as e:
+            return str(e)
+        want = self.index.stored_digests if self.codec == "lossless" else self.index.digests
+        tokens = [mapped.arrays["token_ids"][part], mapped.arrays["loss_mask"][part]]
+        if digest64([*self._stored(row), *tokens]) != want[row]:
+            return "the bytes are not those that were written"
+        return None
+
+    def faults(self, deep: bool = True) -> Iterator[Fault]:
+        """All that is wrong with the shard, given that the index is right.
+
+        deep=False: size and header alone. deep: every byte, and lossless states decoded.
+        """
+        try:
+            mapped = self._mapped
+        except RunError as e:
+            yield Fault(None, str(e))
+            return
+        if not deep:
+            return
+        for row, sample_id in enumerate(self.sample_ids):
+            if fault := self.check(row) or self._decoding_fault(row):
+                yield Fault(sample_id, fault)
+        if self.codec == "lossless":
+            blocks, columns = mapped.arrays["blocks"], self.index.columns
+            ends = np.cumsum(columns["n_bytes"])
+            end = int(ends[-1]) if len(ends) else 0
+            if not np.array_equal(columns["offset"], ends - columns["n_bytes"]):
+                yield Fault(None, "the index leaves gaps between blocks")
+            if len(blocks) - end not in range(ALIGN) or blocks[end:].any():
+                yield Fault(None, "bytes after the last block")
+
+    def will_need(self, row: int) -> None:
+        """Tell the system to fetch a sample's states from the disk."""
+        mapped = self._mapped
+        for stored in self._stored(row)[:1]:
+            start = stored.__array_interface__["data"][0] - self._address(mapped)
+            page = start - start % mmap.PAGESIZE
+            mapped.data.madvise(mmap.MADV_WILLNEED, page, start - page + stored.nbytes)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _slice(self, row: int) -> slice:
+        start = int(self.index.starts[row])
+        return slice(start, start + int(self.lengths[row]))
+
+    def _stored(self, row: int) -> list[np.ndarray]:
+        """The stored bytes of a sample's states."""
+        arrays, part = self._mapped.arrays, self._slice(row)
+        if self.codec == "raw":
+            return [arrays["hidden_states"][part]]
+        if self.codec == "fp8":
+            return [arrays["hidden_states"][part], arrays["scales"][part]]
+        start = int(self.index.columns["offset"][row])
+        return [arrays["blocks"][start : start + int(self.index.columns["n_bytes"][row])]]
+
+    def _states(self, row: int) -> np.ndarray:
+        stored = self._stored(row)
+        if self.codec == "raw":
+            return stored[0]
+        if self.codec == "fp8":
+            return codecs.dequantise(*stored)
+        shape = (int(self.lengths[row]), len(self.layers), self.hidden_size)
+        try:
+            return codecs.decompress(stored[0], int(np.prod(shape))).reshape(shape)
+        except ValueError as e:
+            raise self._damaged(f"sample {self.sample_ids[row]} cannot be decoded ({e})") from None
+
+    def _decoding_fault(self, row: int) -> str | None:
+        """What `check` cannot see: states that are as written, but not as they were given."""
+        try:
+            sample = self.at(row)
+        except RunError as e:
+            return str(e)
+        if not codecs.finite(np.ascontiguousarray(sample["hidden_states"])):
+            return "inf or NaN in the states"
+        if self.codec == "lossless" and digest64(sample.values()) != self.index.digests[row]:
+            return "the decoded states are not those that were given"
+        return None
+
+    @property
+    def _mapped(self) -> _Mapped:
+        if self._map is None:
+            with self._lock:
+                if self._map is None:
+                    self._map = self._open()
+        return self._map
+
+    @staticmethod
+    def _address(mapped: _Mapped) -> int:
+        return np.frombuffer(mapped.data, np.uint8, 1).__array_interface__["data"][0]
+
+    def _open(self) -> _Mapped:
+        index = self.index
         try:
             with open(self.path, "rb") as f:
                 size = os.fstat(f.fileno()).st_size
-                head = f.read(8)
-                length = struct.unpack("<Q", head)[0] if len(head) == 8 else MAX_HEADER + 1
-                if length > MAX_HEADER or 8 + length > size:
+                if size != index.bytes:
+                    raise self._damaged(f"{size} bytes", f"{index.bytes} bytes")
+                length = 8 + int.from_bytes(f.read(8), "little")
+                if not 8 < length <= min(MAX_HEADER, size):
                     raise self._damaged("no safetensors header")
-                header = json.loads(f.read(length))
-                self.meta: dict[str, str] = header.pop("__metadata__", {})
-                if self.meta.get("format") != FORMAT or set(header) != set(TENSORS):
-                    raise self._damaged(f"format {self.meta.get('format')!r}", FORMAT)
-                self.layout = Layout(*header["hidden_states"]["shape"])
-                ends = [header[n]["data_offsets"][1] for n in TENSORS]
-                if size != 8 + length + max(ends):
-                    raise self._damaged(f"{size} bytes", f"{8 + length + max(ends)} bytes")
-                data = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
+                f.seek(0)
+                head = f.read(length)
+                if files.bytes_digest(head) != index.meta["header_xxh3"]:
+                    raise self._damaged("the header is not the one that was written")
+                data = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as e:
             raise RunError(f"cannot be read: {e.strerror}", where=self.path) from e
+        try:
+            header = json.loads(head[8:])
+            meta: dict[str, str] = header.pop("__metadata__")
+            if meta["format"] != FORMAT:
+                raise ValueError(f"format {meta['format']}")
+            blocks = header["blocks"]["shape"][0] if index.codec == "lossless" else 0
+            layout = Layout(index.codec, index.tokens, len(index.layers), index.hidden_size, blocks)
+            arrays, whole = {}, memoryview(data)
+            for name, (dtype, shape, count) in layout.tensors().items():
+                begin, end = (length + o for o in header[name]["data_offsets"])
+                if (header[name]["dtype"], header[name]["shape"], end - begin) != (
+                    dtype,
+                    shape,
+                    count,
+                ):
+                    raise ValueError(f"{name} is {header[name]}, expected {dtype} {shape}")
+                arrays[name] = np.frombuffer(whole[begin:end], DTYPES[dtype]).reshape(shape)
         except (ValueError, KeyError, TypeError) as e:
             raise self._damaged(f"header cannot be read ({e})") from e
-        self.arrays = {}
-        for name, (dtype, shape, count) in self.layout.tensors().items():
-            entry = header[name]
-            begin, end = entry["data_offsets"]
-            if (entry["dtype"], entry["shape"], end - begin) != (dtype, shape, count):
-                raise self._damaged(f"{name} is {entry}", f"{dtype} {shape}")
-            raw = data[8 + length + begin : 8 + length + end]
-            self.arrays[name] = np.frombuffer(raw, dtype=DTYPES[name]).reshape(shape)
-
-    def _read_index(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        path = index_path(self.path)
-        try:
-            table = pq.read_table(path, memory_map=False)
-        except OSError as e:
-            raise RunError(f"the shard's index cannot be read: {e}", where=path) from e
-        except pa.ArrowInvalid as e:
-            raise RunError(f"the shard's index is damaged: {e}", where=path) from e
-        self._ids: list[str] = table.column("sample_id").to_pylist()
-        self._starts = table.column("start").to_numpy()
-        self._counts = table.column("n_tokens").to_numpy()
-        self._digests: list[str] = table.column("xxh3").to_pylist()
-        self._mask_digest = (
-            (table.schema.metadata or {}).get(b"kimi_eagle.loss_mask_xxh3", b"").decode()
-        )
-        ends = np.cumsum(self._counts, dtype=np.int64)
-        if (ends[-1] if len(ends) else 0) != self.layout.tokens or not np.array_equal(
-            self._starts, ends - self._counts
-        ):
-            raise RunError("the index does not describe this shard", where=path)
-        # Equal ids mean equal tokens and mask: the first of them stands for all.
-        self._row_of = {s: i for i, s in reversed(list(enumerate(self._ids)))}
+        return _Mapped(meta, arrays, data, length)
 
     def _damaged(self, what: str, expected: str = "") -> RunError:
-        return RunError(
-            f"not a whole shard: {what}",
-            where=self.path,
-            expected=expected,
-            fix="set the unit aside and run extract again",
-        )
-
-
-class ShardSet:
-    """Many shards as one store keyed by sample id; a sample found twice counts once."""
-
-    def __init__(self, paths: Iterable[Path]):
-        """RunError where a shard does not open or differs in layers or hidden size."""
-        self.shards = [Shard(p) for p in paths]
-        self._shard_of: dict[str, Shard] = {}
-        for shard in self.shards:
-            first = self.shards[0]
-            if (shard.layers, shard.hidden_size) != (first.layers, first.hidden_size):
-                raise RunError(
-                    f"layers {list(shard.layers)}, hidden {shard.hidden_size}",
-                    where=shard.path,
-                    expected=f"layers {list(first.layers)}, hidden {first.hidden_size}",
-                )
-            for sample_id in shard.sample_ids:
-                self._shard_of.setdefault(sample_id, shard)
-
-    def __contains__(self, sample_id: str) -> bool:
-        return sample_id in self._shard_of
-
-    def __len__(self) -> int:
-        return len(self._shard_of)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shard_of)
-
-    def n_tokens(self, sample_id: str) -> int:
-        return self._find(sample_id).n_tokens(sample_id)
-
-    def sample(self, sample_id: str) -> dict[str, np.ndarray]:
-        """As Shard.sample."""
-        return self._find(sample_id).sample(sample_id)
-
-    def verify(self, sample_id: str | None = None) -> None:
-        """As Shard.verify, over all shards where no sample is named."""
-        if sample_id is not None:
-            self._find(sample_id).verify(sample_id)
-            return
-        for shard in self.shards:
-            shard.verify()
-
-    def _find(self, sample_id: str) -> Shard:
-        try:
-            return self._shard_of[sample_id]
-        except KeyError:
-            raise RunError(f"no shard holds sample {sample_id}") from None
+        return RunError(f"not a whole shard: {what}", where=self.path, expected=expected, fix=AGAIN)

@@ -2,42 +2,53 @@
 
 Writes STEM.safetensors and STEM.index.parquet into a folder, first under temporary names; both
 get their names (index first) only when all bytes are on disk. A killed process leaves temporary
-names only; abort removes them. Equal input gives equal bytes. Memory: one sample's states and
-5 bytes a token.
+names only; abort removes them. Equal input gives equal bytes, whatever the number of threads.
+
+`add` hands a sample to threads that check and encode it, another one writes in order. At most
+`queue_bytes` of states wait, so that an engine which is faster than the disk is held up instead
+of filling the memory; `stalled` says for how long it was.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
+import queue
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kimi_eagle import files
-from kimi_eagle.errors import RunError
+from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.shards import index
+from kimi_eagle.shards.codecs import BF16_INFINITY, Encoded, ErrorReport, encode, finite
 from kimi_eagle.shards.layout import (
-    BF16_INFINITY,
-    BF16_MAGNITUDE,
+    ALIGN,
+    CODECS,
     FORMAT,
-    INDEX_FORMAT,
     Layout,
-    bytes_digest,
+    flat,
     header_size,
     index_path,
-    sample_digest,
 )
+
+QUEUE_BYTES = 1 << 30
+"""States waiting to be written, at most: some 9 samples of 2,048 tokens of Kimi-K2.5."""
+SHARE = {"raw": 1.0, "lossless": 0.7, "fp8": 0.5}
+"""Size to expect of the states, for the look at the free space."""
 
 
 class ShardWriter:
     """`with ShardWriter(...) as w: w.add(...)`; leaving without error closes, else aborts.
 
     layers: layer ids of the states, in order. meta: further strings or JSON-able values for the
-    file's metadata (verifier_id, engine, ...). n_tokens: total where it is known; then the space
-    is reserved at once (a full disk shows before any work is done) and the total is checked.
+    file's metadata (verifier_id, engine, ...). n_tokens: about what will come; a disk without
+    room for it is refused at once. threads: of encoding, default half the cores, 4 at most.
     """
 
     def __init__(
@@ -48,23 +59,39 @@ class ShardWriter:
         hidden_size: int,
         meta: Mapping[str, Any],
         n_tokens: int | None = None,
+        *,
+        codec: str = "raw",
+        threads: int | None = None,
+        queue_bytes: int = QUEUE_BYTES,
     ):
+        if codec not in CODECS:
+            raise UsageError(f"unknown codec {codec!r}", expected=f"one of {', '.join(CODECS)}")
         self.path = Path(folder) / f"{stem}.safetensors"
-        self._layers, self._hidden, self._expected = tuple(layers), hidden_size, n_tokens
-        own = {"format": FORMAT, "codec": "raw", "layers": json.dumps(list(layers))}
+        self.codec = codec
+        self.tokens = 0
+        """Tokens added so far."""
+        self.stalled = 0.0
+        """Seconds that `add` waited for the queue."""
+        self.digests: dict[Path, tuple[str, str | None]] = {}
+        """After close: (xxh3-128, what it is of): of the shard's header, of the whole index."""
+        self.error = ErrorReport()
+        """fp8: what the samples written so far lost."""
+        self._layers, self._hidden = tuple(layers), hidden_size
+        own = {"format": FORMAT, "codec": codec, "layers": json.dumps(list(layers))}
+        own["hidden_size"] = str(hidden_size)
         self._meta = own | {k: _text(v) for k, v in meta.items() if k not in own}
-        self._header = header_size(self._meta, len(self._layers), hidden_size)
-        self._ids: list[np.ndarray] = []
-        self._masks: list[np.ndarray] = []
-        self._rows: list[tuple[str, int, int, str]] = []
-        self._tokens = 0
+        self._header = header_size(codec, self._meta, len(self._layers), hidden_size)
+        self._rows: dict[str, list[Any]] = {
+            k: [] for k in (*index.COLUMNS, *index.LOSSLESS_COLUMNS)
+        }
+        self._tail: dict[str, list[np.ndarray]] = {"scales": [], "token_ids": [], "loss_mask": []}
+        self._written = 0
         self._fd = -1
         self._temp = files.temporary_name(self.path)
+        self._line = _Line(self._store, threads or min(4, max(1, _cores() // 2)), queue_bytes)
         try:
+            _room_for(self.path.parent, (n_tokens or 0) * self._per_token * SHARE[codec])
             self._fd = os.open(self._temp, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            if n_tokens:
-                size = self._header + sum(t[2] for t in self._layout(n_tokens).tensors().values())
-                _reserve(self._fd, size)
             os.lseek(self._fd, self._header, os.SEEK_SET)
         except OSError as e:
             self.abort()
@@ -80,126 +107,218 @@ class ShardWriter:
             self.abort()
 
     @property
-    def tokens(self) -> int:
-        """Tokens added so far."""
-        return self._tokens
+    def _per_token(self) -> int:
+        return len(self._layers) * self._hidden * 2
 
     def add(self, sample_id: str, states: Any, token_ids: Any, loss_mask: Any) -> None:
-        """Append a sample.
+        """Append a sample; its arrays belong to the writer from now on.
 
         states: [T, layers, hidden], torch.bfloat16 or numpy uint16 (its bits); token_ids [T]
         integers; loss_mask [T] booleans. T >= 1. RunError, and the shard is dropped, where
-        shapes disagree, a state is inf or NaN (names sample, layer, token) or the disk is full.
+        shapes disagree, a state is inf or NaN (names sample, layer, token) or the disk is full;
+        the last two are told by a later `add`, or by `close`.
         """
-        bits = _bits(states)
+        states = bits(states)
         ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         mask = np.ascontiguousarray(loss_mask).astype(np.bool_).view(np.uint8)
         count = len(ids)
         want = (count, len(self._layers), self._hidden)
-        if bits.shape != want or mask.shape != (count,) or ids.ndim != 1 or not count:
-            self._refuse(
-                f"states {bits.shape}, token ids {ids.shape}, mask {mask.shape}",
-                f"sample {sample_id}",
-                f"states {want}",
+        if states.shape != want or mask.shape != (count,) or ids.ndim != 1 or not count:
+            self.abort()
+            raise RunError(
+                f"states {states.shape}, token ids {ids.shape}, mask {mask.shape}",
+                where=f"sample {sample_id}",
+                expected=f"states {want}",
             )
-        if (bits & BF16_MAGNITUDE).max() >= BF16_INFINITY:
-            bad = np.argwhere((bits & BF16_MAGNITUDE) >= BF16_INFINITY)
-            token, layer = int(bad[0][0]), self._layers[int(bad[0][1])]
-            self._refuse(
-                f"{len(bad)} inf or NaN in the hidden states, first at token {token}",
-                f"sample {sample_id}, layer {layer}",
-                "finite values",
-            )
-        self._rows.append((sample_id, self._tokens, count, sample_digest(bits, ids)))
-        self._ids.append(ids)
-        self._masks.append(mask)
-        self._tokens += count
-        self._write(bits)
+        self.tokens += count
+        self._checked(self._line.put, states.nbytes, self._encode, sample_id, states, ids, mask)
 
     def close(self) -> list[Path]:
         """Finish both files, fsync and name them; -> [shard, index]. RunError on a full disk."""
-        if self._expected is not None and self._tokens != self._expected:
-            self._refuse(f"{self._tokens} tokens written", self.path, f"{self._expected}")
-        for part in (*self._ids, *self._masks):
-            self._write(part)
-        index = index_path(self.path)
-        index_temp = files.temporary_name(index)
+        self._checked(self._line.finish)
+        self.stalled = self._line.stalled
+        index_file = index_path(self.path)
+        index_temp = files.temporary_name(index_file)
         try:
-            header = self._layout(self._tokens).header(self._meta, self._header)
+            padding = -self._written % ALIGN if self.codec == "lossless" else 0
+            self._write(b"\0" * padding)
+            layout = Layout(self.codec, self.tokens, len(self._layers), self._hidden, self._written)
+            for part in (p for parts in self._tail.values() for p in parts):
+                self._write(flat(part))
+            header = layout.header(self._meta, self._header)
             os.pwrite(self._fd, header, 0)
             os.fsync(self._fd)
+            data = index.write(self._rows, self._index_meta(header))
             os.close(self._fd)
             self._fd = -1
             with open(index_temp, "xb") as f:
-                f.write(self._index_bytes())
+                f.write(data)
                 f.flush()
                 os.fsync(f.fileno())
-            os.replace(index_temp, index)
+            os.replace(index_temp, index_file)
             os.replace(self._temp, self.path)
             files.fsync_dir(self.path.parent)
         except OSError as e:
             index_temp.unlink(missing_ok=True)
-            index.unlink(missing_ok=True)
+            index_file.unlink(missing_ok=True)
             self.abort()
             raise _disk_error(e, self.path) from e
-        return [self.path, index]
+        self.digests = {
+            self.path: (files.bytes_digest(header), "header"),
+            index_file: (files.bytes_digest(data), None),
+        }
+        return [self.path, index_file]
 
     def abort(self) -> None:
         """Remove what was written; nothing stays under any name. Harmless when repeated."""
+        self._line.drop()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         self._temp.unlink(missing_ok=True)
 
-    def _layout(self, tokens: int) -> Layout:
-        return Layout(tokens, len(self._layers), self._hidden)
+    # -- in the threads ------------------------------------------------------------------------
 
-    def _write(self, array: np.ndarray) -> None:
-        view = memoryview(array.reshape(-1).view(np.uint8))
+    def _encode(
+        self, sample_id: str, states: np.ndarray, ids: np.ndarray, mask: np.ndarray
+    ) -> tuple[str, np.ndarray, np.ndarray, Encoded]:
+        if not finite(states):
+            bad = np.argwhere((states & BF16_INFINITY) == BF16_INFINITY)
+            raise RunError(
+                f"{len(bad)} inf or NaN in the hidden states, first at token {bad[0][0]}",
+                where=f"sample {sample_id}, layer {self._layers[int(bad[0][1])]}",
+                expected="finite values",
+            )
+        return sample_id, ids, mask, encode(self.codec, states, ids, mask)
+
+    def _store(self, found: tuple[str, np.ndarray, np.ndarray, Encoded]) -> None:
+        """Write an encoded sample; called in the order of `add`, by one thread."""
+        sample_id, ids, mask, encoded = found
+        row = {
+            "sample_id": sample_id,
+            "start": self._rows["start"][-1] + self._rows["n_tokens"][-1]
+            if self._rows["start"]
+            else 0,
+            "n_tokens": len(ids),
+            "xxh3": encoded.xxh3,
+            "offset": self._written,
+            "n_bytes": encoded.n_bytes,
+            "stored_xxh3": encoded.stored_xxh3,
+        }
+        for part in encoded.parts:
+            self._write(flat(part) if isinstance(part, np.ndarray) else part)
+        for name, value in row.items():
+            self._rows[name].append(value)
+        self._tail["token_ids"].append(ids)
+        self._tail["loss_mask"].append(mask)
+        if encoded.scales is not None:
+            self._tail["scales"].append(encoded.scales)
+            self.error.add(encoded.error)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        self._written += view.nbytes
+        while view:
+            view = view[os.write(self._fd, view) :]
+
+    # -- else ----------------------------------------------------------------------------------
+
+    def _checked(self, call: Any, *args: Any) -> None:
+        """Call, and turn what went wrong in a thread into one error of ours."""
         try:
-            while view:
-                view = view[os.write(self._fd, view) :]
+            call(*args)
         except OSError as e:
             self.abort()
             raise _disk_error(e, self.path) from e
+        except BaseException:
+            self.abort()
+            raise
 
-    def _refuse(self, what: str, where: object, expected: str) -> None:
-        self.abort()
-        raise RunError(what, where=where, expected=expected)
-
-    def _index_bytes(self) -> bytes:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        ids, starts, counts, digests = zip(*self._rows, strict=True) if self._rows else [()] * 4
-        meta = {
-            "kimi_eagle.format": INDEX_FORMAT,
-            "kimi_eagle.shard": self.path.name,
-            "kimi_eagle.loss_mask_xxh3": bytes_digest(self._masks),
+    def _index_meta(self, header: bytes) -> dict[str, str]:
+        own = {
+            "shard": self.path.name,
+            "codec": self.codec,
+            "layers": self._meta["layers"],
+            "hidden_size": self._meta["hidden_size"],
+            "tokens": str(self.tokens),
+            "bytes": str(self._header + self._written),
+            "header_xxh3": files.bytes_digest(header),
         }
-        schema = pa.schema(
-            [
-                pa.field("sample_id", pa.string()),
-                pa.field("start", pa.int64()),
-                pa.field("n_tokens", pa.int32()),
-                pa.field("xxh3", pa.string()),
-            ],
-            metadata=meta,
-        )
-        columns = [list(ids), list(starts), list(counts), list(digests)]
-        table = pa.table(
-            [pa.array(c, type=f.type) for c, f in zip(columns, schema, strict=True)], schema=schema
-        )
-        out = io.BytesIO()
-        pq.write_table(table, out, compression="zstd")
-        return out.getvalue()
+        return own | ({"error": json.dumps(self.error.sums())} if self.codec == "fp8" else {})
+
+
+class _Line:
+    """Work that threads do side by side, and another thread takes off in order.
+
+    A fault stops everything; it is raised by the next `put`, or by `finish`.
+    """
+
+    def __init__(self, take: Any, threads: int, limit: int):
+        self.stalled = 0.0
+        self._take, self._threads, self._limit = take, threads, limit
+        self._queue: queue.SimpleQueue[tuple[int, Future] | None] = queue.SimpleQueue()
+        self._room = threading.Condition()
+        self._waiting = 0
+        self._fault: BaseException | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._thread: threading.Thread | None = None
+
+    def put(self, size: int, work: Any, *args: Any) -> None:
+        """Queue `work(*args)`, when there is room for its `size` bytes."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "shard-encode")
+            self._thread = threading.Thread(target=self._run, name="shard-write", daemon=True)
+            self._thread.start()
+        with self._room:
+            start = time.monotonic()
+            full = self._waiting and self._waiting + size > self._limit
+            while full and self._fault is None:
+                self._room.wait()
+                full = self._waiting and self._waiting + size > self._limit
+            self.stalled += time.monotonic() - start
+            if self._fault is not None:
+                raise self._fault
+            self._waiting += size
+        self._queue.put((size, self._pool.submit(work, *args)))
+
+    def finish(self) -> None:
+        """Wait until all is taken off."""
+        self._end()
+        if self._fault is not None:
+            raise self._fault
+
+    def drop(self) -> None:
+        """Stop as soon as may be; what waits is lost."""
+        self._fault = self._fault or RunError("the shard was dropped")
+        self._end()
+
+    def _end(self) -> None:
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+            self._pool.shutdown(cancel_futures=True)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            size, future = item
+            try:
+                if self._fault is None:
+                    self._take(future.result())
+                else:
+                    future.cancel()
+            except BaseException as e:
+                self._fault = e
+            with self._room:
+                self._waiting -= size
+                self._room.notify()
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else files.to_json(value)
 
 
-def _bits(states: Any) -> np.ndarray:
+def bits(states: Any) -> np.ndarray:
     """bf16 bits as contiguous uint16, from numpy uint16 or a torch bfloat16 tensor on CPU."""
     if isinstance(states, np.ndarray):
         if states.dtype != np.uint16:
@@ -212,14 +331,18 @@ def _bits(states: Any) -> np.ndarray:
     return states.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
-def _reserve(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as e:
-        import errno
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
-        if e.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
+
+def _room_for(folder: Path, size: float) -> None:
+    """OSError where the disk has less free than `size`. Not posix_fallocate: where a file system
+    lacks it, libc writes into every block instead."""
+    import errno
+
+    found = os.statvfs(folder)
+    if size > found.f_bavail * found.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def _disk_error(error: OSError, path: Path) -> RunError:

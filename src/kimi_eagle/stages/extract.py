@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from kimi_eagle.data import samples
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Unit
-from kimi_eagle.shards.writer import ShardWriter
+from kimi_eagle.shards.codecs import finite
+from kimi_eagle.shards.writer import ShardWriter, bits
 from kimi_eagle.stages.context import Context
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from kimi_eagle.capture.probe import Probe
     from kimi_eagle.worker import Attempt, Worker
 
-FORMAT = "shard/1"
+FORMAT = "shard/2"
 PROBED_POSITIONS = 64
 """Positions a sample that the probe looks at: a matrix product with the vocabulary for each."""
 
@@ -39,6 +40,8 @@ def plan(ctx: Context) -> list[Unit]:
         "layers": list(ctx.recipe.extract.layers),
         "engine": ctx.engine_parts("extract"),
         "probe": ctx.recipe.extract.probe_min_agreement,
+        # raw and lossless hold the same bits: a change between them makes nothing undone.
+        "codec": "fp8" if ctx.recipe.extract.codec == "fp8" else "exact",
     }
     return [
         Unit(
@@ -94,10 +97,12 @@ def _extract(
         layers=section.layers,
         hidden_size=ctx.verifier.hidden_size,
         meta={"verifier_id": ctx.verifier.id(), "engine": ctx.engine_parts("extract")},
+        n_tokens=attempt.unit.tokens,
+        codec=section.codec,
     )
 
     def keep(sample: samples.Sample, states: torch.Tensor, next_token: int) -> bool:
-        if not states.isfinite().all():
+        if not finite(bits(states)):
             return False
         ids, mask = sample.input_ids, sample.loss_mask
         # Text that the verifier did not write greedily says nothing about its next token; the
@@ -130,8 +135,12 @@ def _extract(
     info = {
         "rejected": [{"sample_id": s.sample_id, "rule": "not-finite"} for s in rejected],
         "probe": {"agreement": round(probe.agreement, 4), "positions": probe.seen},
+        "codec": section.codec,
+        "stalled": round(writer.stalled, 3),
     }
-    attempt.commit(paths, counts=counts, info=info)
+    if section.codec == "fp8":
+        info["error"] = writer.error.layers(section.layers)
+    attempt.commit(paths, counts=counts, info=info, digests=writer.digests)
 
 
 def _alone(engine: ExtractionEngine, sample: samples.Sample) -> tuple[torch.Tensor, int]:

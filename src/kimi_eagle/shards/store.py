@@ -1,0 +1,151 @@
+"""Many shards as one store keyed by sample id, opened from their indexes alone.
+
+10,000 shards open in about a second; each file is mapped when its first sample is read. Reading
+in a given order with `read` runs ahead in threads: they bring pages in, compare digests and
+decode, while the caller computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kimi_eagle.errors import RunError
+from kimi_eagle.shards.reader import Shard
+
+
+class ShardSet:
+    """Samples numbered 0..n-1: shards in the order given, samples in file order; a sample found
+    twice counts once (the first). Picklable; usable from many threads."""
+
+    def __init__(self, paths: Iterable[Path], index_digests: Sequence[str | None] | None = None):
+        """index_digests: the xxh3-128 that each index must have, from the records.
+
+        RunError where an index does not open, or a shard differs in layers or hidden size.
+        """
+        paths = [Path(p) for p in paths]
+        digests = [None] * len(paths) if index_digests is None else list(index_digests)
+        self.shards = [Shard(p, d) for p, d in zip(paths, digests, strict=True)]
+        for shard in self.shards:
+            first = self.shards[0]
+            if (shard.layers, shard.hidden_size) != (first.layers, first.hidden_size):
+                raise RunError(
+                    f"layers {list(shard.layers)}, hidden {shard.hidden_size}",
+                    where=shard.path,
+                    expected=f"layers {list(first.layers)}, hidden {first.hidden_size}",
+                )
+        counts = [len(s) for s in self.shards]
+        self.ids: list[str] = [i for s in self.shards for i in s.sample_ids]
+        self.shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        """int32 [n]: number of each sample's shard."""
+        self.row_of = _concatenate([np.arange(c, dtype=np.int32) for c in counts], np.int32)
+        """int32 [n]: its row in that shard."""
+        self.lengths = _concatenate([s.lengths for s in self.shards], np.int32)
+        """int32 [n]: its tokens."""
+        if len(self._number_of) < len(self.ids):
+            kept = np.fromiter(self._number_of.values(), np.int64)
+            self.ids = list(self._number_of)
+            self.shard_of, self.row_of = self.shard_of[kept], self.row_of[kept]
+            self.lengths = self.lengths[kept]
+            del self._number_of
+
+    @cached_property
+    def _number_of(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for number, sample_id in enumerate(self.ids):
+            found.setdefault(sample_id, number)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "paths": [s.path for s in self.shards],
+            "index_digests": [s.index.digest for s in self.shards],
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def __contains__(self, sample_id: str) -> bool:
+        return sample_id in self._number_of
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ids)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.shards[0].layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.shards[0].hidden_size
+
+    def number(self, sample_id: str) -> int:
+        """RunError for an unknown id."""
+        try:
+            return self._number_of[sample_id]
+        except KeyError:
+            raise RunError(f"no shard holds sample {sample_id}") from None
+
+    def n_tokens(self, sample_id: str) -> int:
+        return int(self.lengths[self.number(sample_id)])
+
+    def sample(self, sample_id: str) -> dict[str, np.ndarray]:
+        """As `at`, by id."""
+        return self.at(self.number(sample_id))
+
+    def at(self, number: int) -> dict[str, np.ndarray]:
+        """As Shard.at."""
+        return self.shards[self.shard_of[number]].at(self.row_of[number])
+
+    def tokens_at(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """As Shard.tokens_at."""
+        return self.shards[self.shard_of[number]].tokens_at(self.row_of[number])
+
+    def check(self, number: int) -> str | None:
+        """As Shard.check."""
+        return self.shards[self.shard_of[number]].check(self.row_of[number])
+
+    def name(self, number: int) -> str:
+        """`FILE, sample ID`, for messages."""
+        return f"{self.shards[self.shard_of[number]].path}, sample {self.ids[number]}"
+
+    def proven(self, number: int) -> dict[str, np.ndarray]:
+        """As `at`, after `check`; RunError names what is damaged."""
+        if fault := self.check(number):
+            raise RunError(fault, where=self.name(number))
+        return self.at(number)
+
+    def read(
+        self, numbers: Iterable[int], *, ahead: int = 8, threads: int = 2
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """`proven` samples in this order, `ahead` of them fetched and decoded before they are
+        asked for."""
+        with ThreadPoolExecutor(threads, "shard-read") as pool:
+            waiting: deque[Future] = deque()
+            try:
+                for number in numbers:
+                    waiting.append(pool.submit(self._fetch, int(number)))
+                    if len(waiting) > ahead:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _fetch(self, number: int) -> dict[str, np.ndarray]:
+        self.shards[self.shard_of[number]].will_need(self.row_of[number])
+        return self.proven(number)
+
+
+def _concatenate(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
