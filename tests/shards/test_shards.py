@@ -21,6 +21,7 @@ from safetensors import safe_open
 
 from kimi_eagle.errors import RunError
 from kimi_eagle.shards import Shard, ShardSet, ShardWriter
+from kimi_eagle.shards.layout import index_path
 
 LAYERS, HIDDEN = (2, 15, 27, 30), 24
 META = {"verifier_id": "abc", "engine": {"vllm": "0.31.0", "dtype": "bfloat16"}}
@@ -35,6 +36,9 @@ def make(count: int = 7, seed: int = 0) -> list[tuple[str, torch.Tensor, np.ndar
         ids = rng.integers(0, 49152, n).astype(np.int32)
         found.append((f"{seed}-{i}", states, ids, rng.random(n) < 0.5))
     return found
+
+
+CODECS = ("raw", "lossless", "fp8")
 
 
 def write(folder: Path, samples, stem: str = "u0", **more) -> Path:
@@ -61,7 +65,7 @@ def test_round_trip_at_random(tmp_path):
         assert got["token_ids"].dtype == np.int32 and np.array_equal(got["token_ids"], ids)
         assert got["loss_mask"].dtype == np.bool_ and np.array_equal(got["loss_mask"], mask)
         assert shard.n_tokens(name) == len(ids)
-    shard.verify()
+    assert list(shard.faults()) == []
     with pytest.raises(RunError, match="no sample nobody"):
         shard.sample("nobody")
 
@@ -73,7 +77,7 @@ def test_plain_safetensors_reads_it(tmp_path):
         assert f.get_tensor("token_ids").tolist() == [int(t) for s in samples for t in s[2]]
         assert f.get_tensor("loss_mask").dtype == torch.uint8
         meta = f.metadata()
-    assert (meta["format"], meta["codec"], meta["verifier_id"]) == ("shard/1", "raw", "abc")
+    assert (meta["format"], meta["codec"], meta["verifier_id"]) == ("shard/2", "raw", "abc")
     assert json.loads(meta["layers"]) == list(LAYERS)
     assert json.loads(meta["engine"]) == META["engine"]
 
@@ -99,19 +103,20 @@ def test_digest_is_the_documented_one(tmp_path):
     samples = make(3)
     shard = write(tmp_path, samples)
     digests = pq.read_table(shard.with_name("u0.index.parquet")).column("xxh3").to_pylist()
-    for (_, states, ids, _), digest in zip(samples, digests, strict=True):
-        assert digest == xxhash.xxh3_64(bits(states).tobytes() + ids.tobytes()).hexdigest()
+    for (_, states, ids, mask), digest in zip(samples, digests, strict=True):
+        written = bits(states).tobytes() + ids.tobytes() + mask.tobytes()
+        assert digest == xxhash.xxh3_64(written).hexdigest()
 
 
-def test_equal_input_gives_equal_bytes(tmp_path):
+@pytest.mark.parametrize("codec", CODECS)
+def test_equal_input_gives_equal_bytes(tmp_path, codec):
+    """Whatever the number of threads, the order of the metadata, the length of the queue."""
     digests = set()
     for name, meta in (("a", META), ("b", dict(reversed(META.items())))):
         (tmp_path / name).mkdir()
-        total = sum(len(s[2]) for s in make())
-        writer = ShardWriter(
-            tmp_path / name, "u", LAYERS, HIDDEN, meta, n_tokens=total if name == "b" else None
-        )
-        for sample in make():
+        more = {"threads": 4, "n_tokens": 99} if name == "b" else {"threads": 1, "queue_bytes": 1}
+        writer = ShardWriter(tmp_path / name, "u", LAYERS, HIDDEN, meta, codec=codec, **more)
+        for sample in make(50):
             writer.add(*sample)
         digests.add(tuple(hashlib.sha256(p.read_bytes()).hexdigest() for p in writer.close()))
     assert len(digests) == 1
@@ -159,15 +164,16 @@ def test_shapes_must_agree(tmp_path, what):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_total_is_refused(tmp_path):
-    with pytest.raises(RunError, match="tokens written"):
-        write(tmp_path, make(), n_tokens=10_000)
+def test_a_disk_without_room_is_refused_at_once(tmp_path):
+    with pytest.raises(RunError, match="No space left"):
+        ShardWriter(tmp_path, "u", LAYERS, HIDDEN, META, n_tokens=10**13)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_samples(tmp_path):
-    shard = Shard(write(tmp_path, []))
-    shard.verify()
+@pytest.mark.parametrize("codec", CODECS)
+def test_no_samples(tmp_path, codec):
+    shard = Shard(write(tmp_path, [], codec=codec))
+    assert list(shard.faults()) == []
     assert (shard.tokens, shard.sample_ids) == (0, [])
 
 
@@ -187,8 +193,8 @@ def test_error_inside_with_removes_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("reserve", [False, True])
-def test_full_disk_leaves_nothing(tmp_path, reserve):
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_full_disk_leaves_nothing(tmp_path, codec):
     """A file size limit stands for the full disk: the kernel refuses the write half-way."""
     code = textwrap.dedent(f"""
         import resource, signal, sys
@@ -201,7 +207,7 @@ def test_full_disk_leaves_nothing(tmp_path, reserve):
         n = 100
         try:
             with ShardWriter(Path(sys.argv[1]), "u0", [1, 2], 64, {{}},
-                             n_tokens={"100 * n" if reserve else "None"}) as w:
+                             codec={codec!r}) as w:
                 for i in range(100):
                     w.add(str(i), np.ones((n, 2, 64), np.uint16), np.zeros(n), np.ones(n))
         except RunError as e:
@@ -243,7 +249,7 @@ def test_killed_writer_leaves_temporary_names_only(tmp_path, number):
         from pathlib import Path
         import numpy as np
         from kimi_eagle.shards import ShardWriter
-        w = ShardWriter(Path(sys.argv[1]), "u0", [1, 2], 64, {}, n_tokens=50)
+        w = ShardWriter(Path(sys.argv[1]), "u0", [1, 2], 64, {})
         w.add("a", np.ones((50, 2, 64), np.uint16), np.zeros(50), np.ones(50))
         print("ready", flush=True)
         time.sleep(60)
@@ -260,70 +266,110 @@ def test_killed_writer_leaves_temporary_names_only(tmp_path, number):
 
 
 @pytest.mark.parametrize("cut", [1, 100, 5000, -10, -4000])
-def test_truncated_file_does_not_open(tmp_path, cut):
+def test_truncated_file_gives_no_sample(tmp_path, cut):
     path = write(tmp_path, make(40))
     data = path.read_bytes()
     path.write_bytes(data[:cut])
     with pytest.raises(RunError, match="not a whole shard") as e:
-        Shard(path)
+        Shard(path).at(0)
     assert str(path) in e.value.line() and "run extract again" in e.value.line()
 
 
-def test_longer_file_does_not_open(tmp_path):
+def test_longer_file_gives_no_sample(tmp_path):
     path = write(tmp_path, make())
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(RunError, match="not a whole shard"):
-        Shard(path)
+        Shard(path).at(0)
 
 
-def test_one_flipped_bit_is_found(tmp_path):
+def test_file_cut_short_after_it_was_mapped(tmp_path):
+    """The next sample says so; touching the missing page would end the process."""
+    path = write(tmp_path, make(40))
+    store = ShardSet([path])
+    store.proven(0)
+    os.truncate(path, path.stat().st_size - 5000)
+    with pytest.raises(RunError, match="bytes now.*sample 0-39|sample 0-39.*bytes now"):
+        store.proven(39)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_one_flipped_bit_is_found_and_named(tmp_path, codec):
     samples = make(20)
-    path = write(tmp_path, samples)
+    path = write(tmp_path, samples, codec=codec)
     whole = path.read_bytes()
-    with safe_open(path, "np") as f:
-        assert f.get_slice("token_ids").get_shape() == [Shard(path).tokens]
-    start = 8 + int.from_bytes(whole[:8], "little")
-    total = Shard(path).tokens
-    states = total * len(LAYERS) * HIDDEN * 2
-    for offset in (start, start + states - 1, start + states, start + states + 5 * total - 1):
+    shard = Shard(path)
+    first = 8 + int.from_bytes(whole[:8], "little")
+    places = {first: 0, len(whole) - 1: 19}  # the first state, the last mask
+    places[len(whole) - shard.tokens - 1] = 19  # the last token id
+    for offset, row in places.items():
         data = bytearray(whole)
         data[offset] ^= 1
         path.write_bytes(data)
-        with pytest.raises(RunError):
-            Shard(path).verify()
-    data = bytearray(whole)
-    data[start] ^= 1
-    path.write_bytes(data)
-    shard = Shard(path)
-    shard.verify(samples[1][0])
-    with pytest.raises(RunError, match=f"sample {samples[0][0]}"):
-        shard.verify(samples[0][0])
+        damaged = Shard(path)
+        assert [f.sample_id for f in damaged.faults()] == [samples[row][0]]
+        assert damaged.check(row) and not damaged.check(1)
+        with pytest.raises(RunError, match=f"sample {samples[row][0]}"):
+            ShardSet([path]).proven(row)
+    for offset in (9, first - 1):  # the header's JSON, its padding
+        data = bytearray(whole)
+        data[offset] ^= 1
+        path.write_bytes(data)
+        (fault,) = Shard(path).faults()
+        assert fault.sample_id is None and "header" in fault.what
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 100, b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}"])
 def test_other_files_are_refused(tmp_path, data):
     path = tmp_path / "u0.safetensors"
     path.write_bytes(data)
-    with pytest.raises(RunError, match="not a whole shard"):
+    with pytest.raises(RunError, match="index cannot be read"):
         Shard(path)
+    whole = write(tmp_path, make(), "u1")
+    index_path(whole).rename(index_path(path))
+    with pytest.raises(RunError, match="not a whole shard"):
+        Shard(path).at(0)
 
 
 def test_index_must_be_there_whole_and_its_own(tmp_path):
     path = write(tmp_path, make())
-    index = path.with_name("u0.index.parquet")
-    other = write(tmp_path, make(5, seed=3), "other").with_name("other.index.parquet")
+    index = index_path(path)
+    other = write(tmp_path, make(7, seed=3), "other")
     whole = index.read_bytes()
     for data, message in (
         (whole[:-7], "damaged"),
         (b"", "damaged"),
-        (other.read_bytes(), "does not describe"),
+        (index_path(other).read_bytes(), "not a whole shard"),
         (None, "cannot be read"),
     ):
         index.unlink() if data is None else index.write_bytes(data)
         with pytest.raises(RunError, match=message):
-            Shard(path)
-    with pytest.raises(RunError, match="cannot be read"):
-        Shard(tmp_path / "none.safetensors")
+            Shard(path).at(0)
+    index.write_bytes(whole)
+    with pytest.raises(RunError, match="not the one that was recorded"):
+        Shard(path, Shard(other).index.digest)
+    assert Shard(path, Shard(path).index.digest).check(0) is None
+
+
+def test_every_flip_in_an_index_is_found(tmp_path):
+    """By its own digest where it changes what the index says, by the record's in any case."""
+    path = write(tmp_path, make())
+    index = index_path(path)
+    whole = index.read_bytes()
+    digest = Shard(path).index.digest
+    silent = 0
+    for offset in range(0, len(whole), 7):
+        data = bytearray(whole)
+        data[offset] ^= 1 << offset % 8
+        index.write_bytes(data)
+        with pytest.raises(RunError):
+            Shard(path, digest)
+        try:
+            opened = Shard(path)
+        except RunError:
+            continue
+        silent += 1  # a byte that means nothing: what is read is right all the same
+        assert list(opened.faults()) == []
+    assert silent < len(whole) / 14
 
 
 def test_set_over_many_shards(tmp_path):
@@ -334,7 +380,7 @@ def test_set_over_many_shards(tmp_path):
     for name, states, _, _ in (s for part in reversed(all_samples) for s in part):
         assert name in store
         assert np.array_equal(store.sample(name)["hidden_states"], bits(states))
-    store.verify()
+    assert all(store.check(i) is None for i in range(20))
     assert "x" not in store
     with pytest.raises(RunError, match="no shard holds sample x"):
         store.sample("x")
@@ -351,7 +397,7 @@ def test_set_refuses_other_layers(tmp_path):
 def test_same_sample_twice_counts_once(tmp_path):
     sample = make(1)[0]
     shard = Shard(write(tmp_path, [sample, *make(2, seed=1), sample]))
-    shard.verify()
+    assert list(shard.faults()) == []
     assert np.array_equal(shard.sample(sample[0])["hidden_states"], bits(sample[1]))
     assert len(ShardSet([shard.path])) == 3
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kimi_eagle.errors import RunError
-from kimi_eagle.shards.layout import CODECS, digest64
+from kimi_eagle.shards.layout import digest64
 
 INDEX_FORMAT = "shard-index/2"
 PREFIX = "kimi_eagle."
@@ -91,8 +91,7 @@ def write(rows: Mapping[str, Sequence[Any]], meta: Mapping[str, str]) -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    types = {**COLUMNS, **(LOSSLESS_COLUMNS if meta["codec"] == "lossless" else {})}
-    arrays = {k: pa.array(rows[k], pa.type_for_alias(t)) for k, t in types.items()}
+    arrays = {k: pa.array(rows[k], pa.type_for_alias(t)) for k, t in _types(meta["codec"]).items()}
     meta = {"format": INDEX_FORMAT, **meta}
     meta[SELF] = _self_digest(_plain(arrays), meta)
     table = pa.table(arrays)
@@ -110,8 +109,8 @@ def write(rows: Mapping[str, Sequence[Any]], meta: Mapping[str, str]) -> bytes:
     return out.getvalue()
 
 
-def read(path: Path) -> Index:
-    """RunError where the index is missing, damaged or of another format."""
+def read(path: Path, digest: str | None = None) -> Index:
+    """RunError where the index is missing, damaged, of another format, or not that of `digest`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import xxhash
@@ -120,21 +119,36 @@ def read(path: Path) -> Index:
         data = path.read_bytes()
     except OSError as e:
         raise RunError(f"the shard's index cannot be read: {e.strerror}", where=path) from e
+    found = xxhash.xxh3_128_hexdigest(data)
+    if digest not in (None, found):
+        raise _damaged(path, "it is not the one that was recorded")
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
         meta = _meta(file.metadata.metadata)
+        if meta.get("format") != INDEX_FORMAT:
+            raise RunError(
+                f"format {meta.get('format')!r}", where=path, expected=INDEX_FORMAT, fix=AGAIN
+            )
         table = file.read(use_threads=False)
+        types = {f.name: str(f.type) for f in table.schema}
+        if types != _types(meta["codec"]):
+            raise ValueError(f"columns {types}, codec {meta['codec']}")
         columns = _plain({c: table.column(c).combine_chunks() for c in table.column_names})
     # A flipped bit may come out as any of these; memory is asked for by sizes in the file.
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError) as e:
         raise _damaged(path, f"{type(e).__name__}: {e}") from e
     _judge(path, columns, meta)
-    return Index(path, columns, meta, xxhash.xxh3_128_hexdigest(data))
+    return Index(path, columns, meta, found)
 
 
 def _meta(found: Mapping[bytes, bytes] | None) -> dict[str, str]:
     texts = {k.decode(): v.decode() for k, v in (found or {}).items()}
     return {k.removeprefix(PREFIX): v for k, v in texts.items() if k.startswith(PREFIX)}
+
+
+def _types(codec: str) -> dict[str, str]:
+    """Columns of an index and their types; KeyError for a codec that is none."""
+    return {**COLUMNS, **{"raw": {}, "fp8": {}, "lossless": LOSSLESS_COLUMNS}[codec]}
 
 
 def _plain(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,13 +175,6 @@ def _self_digest(columns: Mapping[str, Any], meta: Mapping[str, str]) -> str:
 
 
 def _judge(path: Path, columns: Mapping[str, Any], meta: Mapping[str, str]) -> None:
-    if meta.get("format") != INDEX_FORMAT:
-        raise RunError(
-            f"format {meta.get('format')!r}", where=path, expected=INDEX_FORMAT, fix=AGAIN
-        )
-    want = {*COLUMNS, *(LOSSLESS_COLUMNS if meta.get("codec") == "lossless" else ())}
-    if set(columns) != want or meta.get("codec") not in CODECS:
-        raise _damaged(path, f"columns {sorted(columns)}, codec {meta.get('codec')}")
     if _self_digest(columns, meta) != meta.get(SELF):
         raise _damaged(path, "it does not say what was written")
     ends = np.cumsum(columns["n_tokens"], dtype=np.int64)

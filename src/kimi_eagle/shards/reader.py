@@ -54,9 +54,7 @@ class Shard:
         RunError where the index is missing, damaged or not a shard's.
         """
         self.path, self._index_digest = Path(path), index_digest
-        self.index = read(index_path(self.path))
-        if index_digest not in (None, self.index.digest):
-            raise self._damaged("its index is not the one that was recorded")
+        self.index = read(index_path(self.path), index_digest)
         self._lock = threading.Lock()
         self._map: _Mapped | None = None
 
