@@ -29,6 +29,8 @@ def describe(view: StageView) -> str:
         parts.append(f"{view.running} running")
     if view.failed:
         parts.append(f"{view.failed} failed")
+    if view.damaged:
+        parts.append(f"{view.damaged} damaged")
     if view.rejected:
         parts.append(f"{view.rejected:,} samples rejected")
     if view.left and view.units > 1:

@@ -74,6 +74,11 @@ class Record:
         (name,) = [f["name"] for f in self.data["files"] if f["name"].endswith(suffix)]
         return self.stage_dir.files / name
 
+    @property
+    def attempt_name(self) -> str:
+        """`UNIT.KEY.aN`: this record and no other of the unit."""
+        return f"{self.unit}.{self.key}.a{self.data.get('attempt', 0)}"
+
     def files_whole(self) -> str | None:
         """None when every file is there with its size, else what is wrong (no bytes are read)."""
         for entry in self.data["files"]:
@@ -96,6 +101,8 @@ class Tally:
     failed: set[str] = field(default_factory=set)
     rejected: dict[str, int] = field(default_factory=dict)
     """Rejected samples of the records that have any."""
+    damaged: set[str] = field(default_factory=set)
+    """Records whose files are marked as damaged."""
 
 
 def _entries(folder: Path) -> dict[str, int]:
@@ -165,6 +172,10 @@ class Ledger:
         for unit in doubtful - found.rejected.keys():
             data = files.read_json(self.dir.records / f"{unit}.json") or {}
             found.rejected[unit] = data.get("counts", {}).get("rejected", 0)
+        for unit in found.inodes.keys() & set(self.marks()):
+            if (record := files.read_json(self.dir.records / f"{unit}.json")) is not None:
+                if self.damage(Record(self.dir, record)):
+                    found.damaged.add(unit)
         return found
 
     def open_units(self, units: Iterable[Unit]) -> list[Unit]:
@@ -203,15 +214,80 @@ class Ledger:
                 return won
         return files.create_exclusive(path, text)
 
-    def set_aside(self, record: Record, reason: str) -> Path:
-        """Rename a record so that its unit counts as not done; the reason goes into the name."""
-        path = self.dir.records / f"{record.unit}.{record.key}.json"
+    def broken(self, units: Iterable[Unit]) -> list[Unit]:
+        """Units whose record is there but is none: cut short, or not JSON."""
+        found = []
+        for unit in units:
+            try:
+                self.record(unit)
+            except RunError:
+                found.append(unit)
+        return found
+
+    def set_aside(self, record: Record | Unit, reason: str) -> Path:
+        """Rename a record so that its unit counts as not done; the reason goes into the name.
+
+        A unit stands for its record under the current key, whatever is in it.
+        """
+        name = record.name if isinstance(record, Unit) else record.unit
+        path = self.dir.records / f"{name}.{record.key}.json"
         target = path.with_name(f"{path.stem}.aside-{reason}-{int(time.time() * 1000)}")
         path.with_suffix(".failed").unlink(missing_ok=True)
-        (self.dir.attempts / f"{record.unit}.died").unlink(missing_ok=True)
+        (self.dir.attempts / f"{name}.died").unlink(missing_ok=True)
         path.rename(target)
         files.fsync_dir(path.parent)
         return target
+
+    # -- damage --------------------------------------------------------------------------------
+
+    def mark_damaged(self, record: Record, reasons: list[str], samples: list[str]) -> None:
+        """Say that the files of a record are not what was recorded; `retry` opens such a unit.
+
+        reasons: lines for people. samples: ids of the damaged ones, where they are known. What an
+        earlier mark of the same attempt says is kept. OSError where the run cannot be written.
+        """
+        mark = self.damage(record) or {"reasons": [], "samples": []}
+        data = {
+            "attempt": record.data.get("attempt", 0),
+            "reasons": list(dict.fromkeys([*mark["reasons"], *reasons])),
+            "samples": list(dict.fromkeys([*mark["samples"], *samples])),
+        }
+        self.dir.damaged.mkdir(exist_ok=True)
+        files.write_atomic(self._mark(record), files.to_json(data) + "\n")
+
+    def damage(self, record: Record) -> dict[str, Any] | None:
+        """{attempt, reasons, samples} as marked, or None; marks of other attempts count nothing."""
+        mark = files.read_json(self._mark(record))
+        if not isinstance(mark, dict) or mark.get("attempt") != record.data.get("attempt", 0):
+            return None
+        return {"reasons": [], "samples": []} | mark
+
+    def damaged(self, records: Iterable[Record]) -> list[tuple[Record, dict[str, Any]]]:
+        """Those of these records whose files are marked as damaged, with the marks.
+
+        One listing where there is no mark.
+        """
+        marked = _entries(self.dir.damaged)
+        named = [r for r in records if f"{r.unit}.{r.key}.json" in marked] if marked else []
+        return [(r, mark) for r in named if (mark := self.damage(r)) is not None]
+
+    def unmark(self, name: str) -> None:
+        """Remove the mark of `UNIT.KEY`, if there is one."""
+        (self.dir.damaged / f"{name}.json").unlink(missing_ok=True)
+
+    def marks(self) -> list[str]:
+        """`UNIT.KEY` of every mark, also of earlier attempts and keys."""
+        names = sorted(_entries(self.dir.damaged))
+        return [n[:-5] for n in names if n.endswith(".json") and not n.startswith(files.TEMPORARY)]
+
+    def _mark(self, record: Record) -> Path:
+        return self.dir.damaged / f"{record.unit}.{record.key}.json"
+
+    def freed(self) -> set[str]:
+        """`UNIT.KEY.aN` of the attempts whose files were deleted on purpose."""
+        data = files.read_json(self.dir.freed)
+        names = data.get("units") if isinstance(data, dict) else None
+        return set(names) if isinstance(names, list) else set()
 
     # -- claims --------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@
         rejected/         UNIT.KEY.COUNT: records with rejected samples, as links
         claims/           UNIT: who works on it now
         attempts/         UNIT.KEY.N.json: every try, with its reason where it failed
+        damaged/          UNIT.KEY.json: bytes that are not the recorded ones any more
+        freed.json        the units (UNIT.KEY.aN) whose states `clean --hidden` deleted
         workers/          WORKER.json: heartbeat, progress, times
         files/            UNIT.aN.*: what records name; nothing else in here is data
         log/              standard output and error of every worker
@@ -79,6 +81,14 @@ class StageDir:
     @property
     def attempts(self) -> Path:
         return self.path / "attempts"
+
+    @property
+    def damaged(self) -> Path:
+        return self.path / "damaged"
+
+    @property
+    def freed(self) -> Path:
+        return self.path / "freed.json"
 
     @property
     def workers(self) -> Path:

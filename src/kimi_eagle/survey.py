@@ -120,6 +120,8 @@ class StageView:
     """Samples rejected in units that are done."""
     lost: int = 0
     """Samples rejected or in failed units."""
+    damaged: int = 0
+    """Units among those done that are marked as damaged (`verify`, training)."""
     tokens_total: int = 0
     tokens_done: float = 0.0
     tokens_left: float = 0.0
@@ -187,6 +189,7 @@ def view(
             seen.lost += samples
         elif name in tally.inodes:
             seen.done += 1
+            seen.damaged += name in tally.damaged
             seen.tokens_done += unit["tokens"]
             seen.rejected += tally.rejected.get(name, 0)
         else:

@@ -69,10 +69,10 @@ class Look:
         why squeue did not answer).
         stages: one object a stage with name, state (done, running, starting, queued, waiting, held,
         failed, stopped, open, skipped), why, units, done, running, failed, left, samples, rejected,
-        lost (samples rejected or in failed units), tokens_total, tokens_done, tokens_per_second,
-        eta_seconds, gpu_hours, waiting_s, wall_s, error (of the last worker), held, workers (files
-        of the live ones; `sure` is false where only silence will tell whether one of another
-        machine lives).
+        lost (samples rejected or in failed units), damaged (units done and marked), tokens_total,
+        tokens_done, tokens_per_second, eta_seconds, gpu_hours, waiting_s, wall_s, error (of the
+        last worker), held, workers (files of the live ones; `sure` is false where only silence will
+        tell whether one of another machine lives).
         jobs: one object a job or array task with id, name, suffix, task, group, role, stages, state
         (Slurm's word; ENDED; INTENT: not known whether it was submitted; WITHDRAWN: it was not;
         SUBMITTED and STARTED: by the records, while Slurm does not answer), reason (Slurm's word),
@@ -261,8 +261,8 @@ def _explain(found: Look, recipe: dict[str, Any], book: Sequence[dict[str, Any]]
 
 
 _SHOWN = (
-    "units", "done", "running", "failed", "left", "samples", "rejected", "lost", "tokens_total",
-    "tokens_done", "error", "workers",
+    "units", "done", "running", "failed", "left", "samples", "rejected", "lost", "damaged",
+    "tokens_total", "tokens_done", "error", "workers",
 )  # fmt: skip
 
 
