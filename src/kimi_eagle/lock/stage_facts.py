@@ -31,7 +31,7 @@ MACHINES_NAMED = 16
 """Hosts of equal machines that are named; of more only the number."""
 
 LEFT_OUT = {
-    "index.parquet": "names its shard, with the attempt; the rest follows from shard and key",
+    "index.parquet": "names its shard, with the attempt; what it says of samples is in `content`",
     "rejects.jsonl": "names the files of the sources",
     "draft/config.json": "names the verifier's folder; the rest follows from the recipe",
     "curves.jsonl": "holds times; its last validation stands in the lock",
@@ -145,7 +145,7 @@ def results(folder: StageDir, done: list[dict[str, Any]]) -> dict[str, Any]:
         for entry in record["files"]:
             kind = kind_of(entry["name"])
             if not kind.endswith(tuple(LEFT_OUT)):
-                named[f"{record['unit']}/{kind}"] = entry["xxh3"]
+                named[f"{record['unit']}/{kind}"] = _stands_for(record, entry)
             elif kind == "results.json":
                 figures["benchmark"] = benchmark_figures(folder.files / entry["name"])
             elif kind == "curves.jsonl":
@@ -159,6 +159,16 @@ def results(folder: StageDir, done: list[dict[str, Any]]) -> dict[str, Any]:
     if len(named) <= LISTED:
         entry["files"] = named
     return entry
+
+
+def _stands_for(record: dict[str, Any], entry: dict[str, Any]) -> str | None:
+    """The digest of a file's bytes; of a shard, whose entry is of its header alone, that of all its
+    samples (equal for raw and lossless: a codec makes no other result). None where a record of
+    such a shard lacks it."""
+    if "of" not in entry:
+        return entry["xxh3"]
+    info = record.get("info")
+    return info.get("content") if isinstance(info, dict) else None
 
 
 def kind_of(name: str) -> str:

@@ -136,6 +136,7 @@ def _extract(
         "rejected": [{"sample_id": s.sample_id, "rule": "not-finite"} for s in rejected],
         "probe": {"agreement": round(probe.agreement, 4), "positions": probe.seen},
         "codec": section.codec,
+        "content": writer.content,
         "stalled": round(writer.stalled, 3),
     }
     if section.codec == "fp8":
