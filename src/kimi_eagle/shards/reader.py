@@ -24,7 +24,7 @@ import numpy as np
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
-from kimi_eagle.shards import codecs
+from kimi_eagle.shards import codecs, pages
 from kimi_eagle.shards.index import AGAIN, read
 from kimi_eagle.shards.layout import ALIGN, DTYPES, FORMAT, MAX_HEADER, Layout, digest64, index_path
 
@@ -42,7 +42,10 @@ class _Mapped:
     meta: dict[str, str]
     arrays: dict[str, np.ndarray]
     data: mmap.mmap
+    base: int
+    """Where the map lies in this process."""
     begin: int
+    """Where the tensors begin in the file."""
 
 
 class Shard:
@@ -177,14 +180,6 @@ class Shard:
             if len(blocks) - end not in range(ALIGN) or blocks[end:].any():
                 yield Fault(None, "bytes after the last block")
 
-    def will_need(self, row: int) -> None:
-        """Tell the system to fetch a sample's states from the disk."""
-        mapped = self._mapped
-        for stored in self._stored(row)[:1]:
-            start = stored.__array_interface__["data"][0] - self._address(mapped)
-            page = start - start % mmap.PAGESIZE
-            mapped.data.madvise(mmap.MADV_WILLNEED, page, start - page + stored.nbytes)
-
     # -- inside ----------------------------------------------------------------------------------
 
     def _slice(self, row: int) -> slice:
@@ -192,14 +187,18 @@ class Shard:
         return slice(start, start + int(self.lengths[row]))
 
     def _stored(self, row: int) -> list[np.ndarray]:
-        """The stored bytes of a sample's states."""
-        arrays, part = self._mapped.arrays, self._slice(row)
-        if self.codec == "raw":
-            return [arrays["hidden_states"][part]]
-        if self.codec == "fp8":
-            return [arrays["hidden_states"][part], arrays["scales"][part]]
-        start = int(self.index.columns["offset"][row])
-        return [arrays["blocks"][start : start + int(self.index.columns["n_bytes"][row])]]
+        """The stored bytes of a sample's states, asked for where they are not in memory."""
+        mapped, part = self._mapped, self._slice(row)
+        if self.codec == "lossless":
+            start = int(self.index.columns["offset"][row])
+            found = [
+                mapped.arrays["blocks"][start : start + int(self.index.columns["n_bytes"][row])]
+            ]
+        else:
+            found = [mapped.arrays["hidden_states"][part]]
+            start = part.start * found[0].strides[0]
+        pages.bring_in(mapped.data, mapped.base, mapped.begin + start, found[0].nbytes)
+        return [*found, mapped.arrays["scales"][part]] if self.codec == "fp8" else found
 
     def _states(self, row: int) -> np.ndarray:
         stored = self._stored(row)
@@ -232,10 +231,6 @@ class Shard:
                 if self._map is None:
                     self._map = self._open()
         return self._map
-
-    @staticmethod
-    def _address(mapped: _Mapped) -> int:
-        return np.frombuffer(mapped.data, np.uint8, 1).__array_interface__["data"][0]
 
     def _open(self) -> _Mapped:
         index = self.index
@@ -273,7 +268,7 @@ class Shard:
                 arrays[name] = np.frombuffer(whole[begin:end], DTYPES[dtype]).reshape(shape)
         except (ValueError, KeyError, TypeError) as e:
             raise self._damaged(f"header cannot be read ({e})") from e
-        return _Mapped(meta, arrays, data, length)
+        return _Mapped(meta, arrays, data, pages.address(data), length)
 
     def _damaged(self, what: str, expected: str = "") -> RunError:
         return RunError(f"not a whole shard: {what}", where=self.path, expected=expected, fix=AGAIN)

@@ -133,7 +133,7 @@ class ShardSet:
             waiting: deque[Future] = deque()
             try:
                 for number in numbers:
-                    waiting.append(pool.submit(self._fetch, int(number)))
+                    waiting.append(pool.submit(self.proven, int(number)))
                     if len(waiting) > ahead:
                         yield waiting.popleft().result()
                 while waiting:
@@ -141,10 +141,6 @@ class ShardSet:
             finally:
                 for future in waiting:
                     future.cancel()
-
-    def _fetch(self, number: int) -> dict[str, np.ndarray]:
-        self.shards[self.shard_of[number]].will_need(self.row_of[number])
-        return self.proven(number)
 
 
 def _concatenate(parts: list[np.ndarray], dtype: Any) -> np.ndarray:

@@ -1,0 +1,99 @@
+"""Hidden states for the benchmarks of the store: real ones, and shapes filled by chance.
+
+`smollm2` and `toy_kimi` run the models through transformers on this checkout's own English text;
+the toy is Kimi-K2.5's architecture (latent attention, experts, vision tower) at 39M parameters
+with weights by chance, as the real one does not fit here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+SMOLLM2 = (2, 15, 27, 30)
+TOY = (2, 4, 5, 8)
+
+
+def tokens_of_text(count: int) -> list[int]:
+    """`count` token ids of the README and the other pages of this checkout, repeated if need be."""
+    from transformers import AutoTokenizer
+
+    from kimi_eagle.demo_model import ensure
+
+    root = Path(__file__).resolve().parents[2]
+    pages = sorted(root.glob("*.md")) + sorted(root.glob("*/*.md")) + [root / "LICENSE"]
+    text = "\n\n".join(p.read_text() for p in pages)
+    ids = AutoTokenizer.from_pretrained(ensure())(text, verbose=False)["input_ids"]
+    return (ids * (count // len(ids) + 1))[:count]
+
+
+def smollm2(tokens: int, length: int = 512) -> list[np.ndarray]:
+    """uint16 [length, 4, 576] a sample."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from kimi_eagle.demo_model import ensure
+
+    model = AutoModelForCausalLM.from_pretrained(ensure(), dtype=torch.bfloat16)
+    return list(_states(model, model.model.norm, SMOLLM2, tokens, length))
+
+
+def toy_kimi(tokens: int, length: int = 512) -> list[np.ndarray]:
+    """uint16 [length, 4, 256] a sample."""
+    import torch
+    from transformers import Kimi_K25Config
+    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditionalGeneration
+
+    text = {
+        "model_type": "deepseek_v3", "vocab_size": 49152, "hidden_size": 256,
+        "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
+        "n_routed_experts": 8, "routed_scaling_factor": 2.827, "kv_lora_rank": 512,
+        "q_lora_rank": 96, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+        "norm_topk_prob": True, "hidden_act": "silu", "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    }  # fmt: skip
+    vision = {
+        "patch_size": 14, "pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 4,
+        "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64,
+        "intermediate_size": 128, "merge_kernel_size": [2, 2],
+    }  # fmt: skip
+    config = Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=64)
+    torch.manual_seed(0)
+    model = Kimi_K25ForConditionalGeneration(config).to(torch.bfloat16).eval()
+    return list(_states(model, model.model.language_model.norm, TOY, tokens, length))
+
+
+def _states(model, norm, layers: tuple[int, ...], tokens: int, length: int) -> Iterator[np.ndarray]:
+    """States entering the layers; the last id is what enters the final norm."""
+    import torch
+
+    last: list[torch.Tensor] = []
+    norm.register_forward_pre_hook(lambda _module, given: last.append(given[0]))
+    ids = tokens_of_text(tokens)
+    with torch.no_grad():
+        for start in range(0, tokens - length + 1, length):
+            part = torch.tensor([ids[start : start + length]])
+            out = model(input_ids=part, output_hidden_states=True, use_cache=False)
+            chosen = [out.hidden_states[k][0] for k in layers[:-1]] + [last.pop()[0]]
+            stacked = torch.stack(chosen, dim=1).contiguous()
+            yield stacked.view(torch.int16).numpy().view(np.uint16)
+
+
+def by_chance(
+    count: int, lengths: tuple[int, int], layers: int, hidden: int
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]:
+    """(sample id, states, token ids, mask); states are cut out of one block of normal values."""
+    rng = np.random.default_rng(0)
+    values = (rng.normal(size=(2 * lengths[1], layers, hidden)) * 30).astype(np.float32)
+    block = (values.view(np.uint32) >> 16).astype(np.uint16)
+    for i in range(count):
+        n = int(rng.integers(*lengths))
+        start = int(rng.integers(0, len(block) - n))
+        ids = rng.integers(0, 49152, n).astype(np.int32)
+        yield f"{i:032x}", block[start : start + n], ids, rng.random(n) < 0.5
