@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from hs_connectors import FileTransfer
 from safetensors.torch import save_file
+from states import by_chance
 
 from kimi_eagle.shards import ShardSet, ShardWriter
-from states import by_chance
 
 SHAPES = {"smollm2": ((64, 448), 4, 576), "kimi": ((8, 56), 4, 7168)}
 PER_SHARD = 200
