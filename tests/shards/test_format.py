@@ -121,7 +121,6 @@ def test_a_writer_made_from_the_page(tmp_path):
     )
     own = {
         "format": "shard-index/2",
-        "shard": path.name,
         "codec": "raw",
         "layers": meta["layers"],
         "hidden_size": meta["hidden_size"],

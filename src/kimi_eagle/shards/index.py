@@ -37,7 +37,7 @@ class Index:
     path: Path
     columns: Mapping[str, Any]
     meta: Mapping[str, str]
-    """Key-value metadata without its prefix: format, shard, codec, layers, hidden_size, tokens,
+    """Key-value metadata without its prefix: format, codec, layers, hidden_size, tokens,
     bytes, header_xxh3, error."""
     digest: str
     """xxh3-128 of the index file, 32 hex digits: what a record holds."""

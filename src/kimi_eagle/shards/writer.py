@@ -242,7 +242,6 @@ class ShardWriter:
 
     def _index_meta(self, header: bytes) -> dict[str, str]:
         own = {
-            "shard": self.path.name,
             "codec": self.codec,
             "layers": self._meta["layers"],
             "hidden_size": self._meta["hidden_size"],
