@@ -438,3 +438,25 @@ def test_states_start_on_a_page(tmp_path):
 def test_no_torch_at_import():
     code = "import sys, kimi_eagle.shards; sys.exit(bool({'torch', 'pyarrow'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    """Each map holds a descriptor; a set of 60 shards works where 40 may be open."""
+    code = textwrap.dedent("""
+        import resource, sys
+        from pathlib import Path
+        import numpy as np
+        from kimi_eagle.shards import ShardSet, ShardWriter, store
+        store.OPEN = 20
+        folder = Path(sys.argv[1])
+        for i in range(60):
+            with ShardWriter(folder, f"u{i:02d}", [1, 2], 64, {}) as w:
+                w.add(str(i), np.full((3, 2, 64), i, np.uint16), np.zeros(3), np.ones(3))
+        opened = ShardSet(sorted(folder.glob("*.safetensors")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        for _ in range(3):
+            found = [opened.proven(i)["hidden_states"][0, 0, 0] for i in range(60)]
+            assert found == list(range(60))
+            assert [s["hidden_states"][0, 0, 0] for s in opened.read(range(60))] == found
+    """)
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=60)

@@ -119,6 +119,11 @@ class Shard:
     # -- from the map ----------------------------------------------------------------------------
 
     @property
+    def mapped(self) -> bool:
+        """Whether the file is open."""
+        return self._map is not None
+
+    @property
     def meta(self) -> dict[str, str]:
         """Metadata of the safetensors file."""
         return self._mapped.meta
@@ -180,6 +185,10 @@ class Shard:
             if len(blocks) - end not in range(ALIGN) or blocks[end:].any():
                 yield Fault(None, "bytes after the last block")
 
+    def close(self) -> None:
+        """Let go of the map until the next sample is asked for; views that were given stay good."""
+        self._map = None
+
     # -- inside ----------------------------------------------------------------------------------
 
     def _slice(self, row: int) -> slice:
@@ -226,11 +235,12 @@ class Shard:
 
     @property
     def _mapped(self) -> _Mapped:
-        if self._map is None:
+        mapped = self._map  # another thread may close it at any moment
+        if mapped is None:
             with self._lock:
-                if self._map is None:
-                    self._map = self._open()
-        return self._map
+                mapped = self._map or self._open()
+                self._map = mapped
+        return mapped
 
     def _open(self) -> _Mapped:
         index = self.index

@@ -7,6 +7,7 @@ decode, while the caller computes.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,10 @@ import numpy as np
 
 from kimi_eagle.errors import RunError
 from kimi_eagle.shards.reader import Shard
+
+OPEN = 400
+"""Shards mapped at once, the oldest let go first: Python's maps hold a file descriptor each (up to
+3.12), and a process may have 1,024."""
 
 
 class ShardSet:
@@ -40,6 +45,7 @@ class ShardSet:
                     where=shard.path,
                     expected=f"layers {list(first.layers)}, hidden {first.hidden_size}",
                 )
+        self._lock, self._open = threading.Lock(), deque[Shard]()
         counts = [len(s) for s in self.shards]
         self.ids: list[str] = [i for s in self.shards for i in s.sample_ids]
         self.shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -104,19 +110,28 @@ class ShardSet:
 
     def at(self, number: int) -> dict[str, np.ndarray]:
         """As Shard.at."""
-        return self.shards[self.shard_of[number]].at(self.row_of[number])
+        return self._shard(number).at(self.row_of[number])
 
     def tokens_at(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """As Shard.tokens_at."""
-        return self.shards[self.shard_of[number]].tokens_at(self.row_of[number])
+        return self._shard(number).tokens_at(self.row_of[number])
 
     def check(self, number: int) -> str | None:
         """As Shard.check."""
-        return self.shards[self.shard_of[number]].check(self.row_of[number])
+        return self._shard(number).check(self.row_of[number])
 
     def name(self, number: int) -> str:
         """`FILE, sample ID`, for messages."""
         return f"{self.shards[self.shard_of[number]].path}, sample {self.ids[number]}"
+
+    def _shard(self, number: int) -> Shard:
+        shard = self.shards[self.shard_of[number]]
+        if not shard.mapped:
+            with self._lock:
+                self._open.append(shard)
+                if len(self._open) > OPEN:
+                    self._open.popleft().close()
+        return shard
 
     def proven(self, number: int) -> dict[str, np.ndarray]:
         """As `at`, after `check`; RunError names what is damaged."""
