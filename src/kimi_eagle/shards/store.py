@@ -63,9 +63,10 @@ class ShardSet:
 
     @cached_property
     def _number_of(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for number, sample_id in enumerate(self.ids):
-            found.setdefault(sample_id, number)
+        found = dict(zip(self.ids, range(len(self.ids)), strict=True))
+        if len(found) < len(self.ids):  # an id found twice means its first sample
+            for number in range(len(self.ids) - 1, -1, -1):
+                found[self.ids[number]] = number
         return found
 
     def __getstate__(self) -> dict[str, Any]:
