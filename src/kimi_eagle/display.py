@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from kimi_eagle.survey import StageState, StageView, rate_and_eta
 
@@ -203,4 +204,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
         timed = ("load", "work", "wall", "peak_gib")
         cells += [f"{row[k]:.1f}" if row.get(k) else "" for k in timed]
         shown.add_row(*cells)
+    warnings = [f"warning: {row['stage']}: {row['warning']}" for row in rows if "warning" in row]
+    if warnings:
+        shown.caption, shown.caption_justify = Text("\n".join(warnings)), "left"
     return shown

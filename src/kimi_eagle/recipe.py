@@ -209,6 +209,12 @@ class TrainSection(Section):
     """1: at each epoch's end. More: resume loses less."""
     data_workers: int = Field(default=0, ge=0)
     """Processes that read shards; 0 reads in the training process."""
+    shuffle_shards: int = Field(default=0, ge=0)
+    """0: one shuffle over all samples. N: shards in random order, samples mixed within N of them at
+    a time, so that a disk reads in few places."""
+    on_damage: Literal["stop", "skip"] = "stop"
+    """A sample whose bytes are not those that were written: stop there, or leave it out and say so.
+    In no key."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in draft/."""

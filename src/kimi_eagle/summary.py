@@ -14,7 +14,8 @@ from kimi_eagle.survey import StageState, all_workers, survey, times
 def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dict[str, Any]]:
     """One row a stage: state, counts added up over its records, and where the time went.
 
-    For runs with jobs also gpu_hours, waiting_s and cpu_seconds. states: a survey made already.
+    For runs with jobs also gpu_hours, waiting_s and cpu_seconds. warning: what a person should know
+    of a stage that is done all the same. states: a survey made already.
     """
     rows, used = [], job_use(ctx.run)
     for state in states or survey(ctx):
@@ -26,6 +27,11 @@ def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dic
             spent = times(records)
             row |= {k: round(v, 2) for k, v in spent.items()}
             row["ended"] = max(r.data["ended"] for r in records)
+        if skipped := sum(len(r.info.get("skipped_samples", ())) for r in records):
+            row["warning"] = (
+                f"{skipped} damaged sample{'s'[: skipped > 1]} left out; "
+                f"kimi-eagle retry {ctx.run.path} makes what is damaged again"
+            )
         jobs = used.get(state.name, {})
         row |= {k: jobs[k] for k in ("gpu_hours", "waiting_s", "cpu_seconds") if k in jobs}
         rows.append(row)

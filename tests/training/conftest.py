@@ -2,12 +2,11 @@
 
 `corpus` runs the verifier through transformers on short conversations and keeps the states
 entering the chosen layers (the last one by a hook before the final norm, because
-hidden_states[-1] is after it), as shards in the documented format, written here by hand.
+hidden_states[-1] is after it), as shards.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +23,18 @@ WORDS = "river stone copper engine garden letter winter market signal harbor vio
 
 @dataclass(frozen=True)
 class Corpus:
-    """shards: safetensors paths. order: sample ids. states: sample id -> (ids, mask, states)."""
+    """shards: safetensors paths. order: sample ids as they lie there. states: sample id ->
+    (ids int32 [T], mask uint8 [T], states bfloat16 [T, 4, H])."""
 
     shards: list[Path]
     order: list[str]
     states: dict[str, tuple[Any, Any, Any]]
     d2t: Path
     t2d: Path
+
+    def write(self, folder: Path, codec: str = "raw") -> list[Path]:
+        """The same samples as shards of their own, to damage or to read in another codec."""
+        return write_shards(folder, self.order, self.states, codec)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -86,50 +90,28 @@ def corpus(verifier, tmp_path_factory) -> Corpus:
             torch.stack(layers, dim=1).contiguous(),
         )
     folder = tmp_path_factory.mktemp("shards")
-    # Not in the order of training: a store keyed by row numbers would be found out.
     order = list(states)
-    names = order[::-1]
-    shards = [
-        write_shard(folder / "part-0.safetensors", names[:10], states),
-        write_shard(folder / "part-1.safetensors", names[10:], states),
-    ]
+    shards = write_shards(folder, order, states)
     d2t, t2d = write_mapping(folder, states, verifier.vocab_size)
     return Corpus(shards, order, states, d2t, t2d)
 
 
-def write_shard(path: Path, names: list[str], states: dict[str, tuple[Any, Any, Any]]) -> Path:
-    """One shard in the documented format (shard/1) with its index."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    import torch
-    import xxhash
-    from safetensors.torch import save_file
+def write_shards(
+    folder: Path, order: list[str], states: dict[str, tuple[Any, Any, Any]], codec: str = "raw"
+) -> list[Path]:
+    """Two shards: the first 10 samples, and the others."""
+    from kimi_eagle.shards import ShardWriter
 
-    ids, masks, hidden = zip(*(states[name] for name in names), strict=True)
-    meta = {"format": "shard/1", "layers": json.dumps(LAYERS), "verifier_id": "test"}
-    meta |= {"engine": "{}", "codec": "raw"}
-    save_file(
-        {
-            "hidden_states": torch.cat(hidden),
-            "token_ids": torch.from_numpy(np.concatenate(ids)),
-            "loss_mask": torch.from_numpy(np.concatenate(masks)),
-        },
-        path,
-        metadata=meta,
-    )
-    sizes = [len(i) for i in ids]
-    digests = [
-        xxhash.xxh3_64(h.view(torch.uint16).numpy().tobytes() + i.tobytes()).hexdigest()
-        for i, h in zip(ids, hidden, strict=True)
-    ]
-    index = {
-        "sample_id": pa.array(names, pa.string()),
-        "start": pa.array(np.cumsum([0, *sizes[:-1]]), pa.int64()),
-        "n_tokens": pa.array(sizes, pa.int32()),
-        "xxh3": pa.array(digests, pa.string()),
-    }
-    pq.write_table(pa.table(index), path.with_suffix(".index.parquet"), compression="zstd")
-    return path
+    shards = []
+    for number, names in enumerate((order[:10], order[10:])):
+        meta = {"verifier_id": "test", "engine": {}}
+        size = states[names[0]][2].shape[-1]
+        with ShardWriter(folder, f"0000{number}.a1", LAYERS, size, meta, codec=codec) as writer:
+            for name in names:
+                ids, mask, hidden = states[name]
+                writer.add(name, hidden, ids, mask)
+        shards.append(writer.path)
+    return shards
 
 
 def write_mapping(
@@ -147,16 +129,26 @@ def write_mapping(
 
 @pytest.fixture(scope="session")
 def run(verifier, corpus):
-    """Train on the corpus in a folder; progress lines go to the list `progress`."""
+    """Train on the corpus in a folder; progress lines go to the list `progress`.
+
+    shards: others than the corpus's own.
+    """
+    from kimi_eagle.shards import ShardSet
     from kimi_eagle.training.loop import train
 
-    def call(recipe: Any, workdir: Path, *, stop_at: int | None = None, progress: Any = None):
+    def call(
+        recipe: Any,
+        workdir: Path,
+        *,
+        stop_at: int | None = None,
+        progress: Any = None,
+        shards: list[Path] = corpus.shards,
+    ):
         lines = [] if progress is None else progress
         return train(
             recipe,
             verifier,
-            corpus.shards,
-            corpus.order,
+            ShardSet(shards),
             corpus.d2t,
             corpus.t2d,
             workdir,

@@ -37,8 +37,9 @@ def test_rows_are_read_by_content(corpus, view):
 
 
 def test_states_are_not_copied(corpus, view):
-    from kimi_eagle.shards.reader import ShardSet
-    from kimi_eagle.training.backend import ShardsTransfer, bfloat16_view
+    from kimi_eagle.shards import ShardSet
+    from kimi_eagle.training.backend import ShardsTransfer
+    from kimi_eagle.training.tensors import bfloat16_view
 
     states = ShardSet(corpus.shards).sample(corpus.order[3])["hidden_states"]
     assert bfloat16_view(states).data_ptr() == states.ctypes.data

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kimi_eagle.errors import RunError
+from kimi_eagle.shards import ShardSet
 
 
 @pytest.fixture
@@ -19,8 +20,7 @@ def ranks(verifier, corpus):
         return launch.run(
             recipe,
             verifier,
-            corpus.shards,
-            order=corpus.order,
+            ShardSet(corpus.shards),
             d2t=corpus.d2t,
             t2d=corpus.t2d,
             workdir=workdir,

@@ -5,8 +5,6 @@ A test that fails here after an upgrade says that its patch can go.
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -35,20 +33,6 @@ def test_checkpoint_device(patches):
     assert checkpointer.get_current_device() == "cuda:0"
     patches.apply("cpu")
     assert checkpointer.get_current_device() == "cpu"
-
-
-def test_pinned_memory(patches):
-    from speculators.train import dataloader
-
-    def said() -> str:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            list(dataloader.DataLoader([torch.zeros(1)], pin_memory=True))
-        return " ".join(str(w.message) for w in caught)
-
-    assert "pin_memory" in said()
-    patches.apply("cpu")
-    assert "pin_memory" not in said()
 
 
 def test_progress_bar(patches, capfd):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +20,13 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from kimi_eagle.recipe import Recipe
+from kimi_eagle.shards import ShardSet
 from kimi_eagle.training.loop import train
 from kimi_eagle.verifier import open_verifier
 job = json.loads(Path(sys.argv[1]).read_text())
 recipe = Recipe.model_validate(job["recipe"], strict=False)
-result = train(recipe, open_verifier(recipe.verifier.path), [Path(p) for p in job["shards"]],
-    job["order"], Path(job["d2t"]), Path(job["t2d"]), Path(job["workdir"]),
+result = train(recipe, open_verifier(recipe.verifier.path), ShardSet(job["shards"]),
+    Path(job["d2t"]), Path(job["t2d"]), Path(job["workdir"]),
     should_stop=lambda: False, on_progress=lambda d: print(d["step"], file=sys.stderr, flush=True))
 print("finished", result.steps, file=sys.stderr, flush=True)
 """
@@ -94,9 +96,12 @@ def test_equals_speculators_own_command_with_its_file_backend(
     import torch
     from safetensors.torch import save_file
 
+    from kimi_eagle.training.backend import write_view
+
     recipe = recipe_for(attention="sdpa", epochs=1)
     result = run(recipe, tmp_path / "ours")
     ours = lines_of(tmp_path / "ours")
+    write_view(corpus.shards, corpus.order, tmp_path / "view")
 
     from speculators.train import cli, trainer
     from speculators.train.config import TrainConfig
@@ -127,7 +132,7 @@ def test_equals_speculators_own_command_with_its_file_backend(
     section = recipe.train
     arguments = {
         "verifier-name-or-path": verifier.path,
-        "data-path": tmp_path / "ours/view",
+        "data-path": tmp_path / "view",
         "hidden-states-path": hidden,
         "save-path": tmp_path / "theirs",
         "d2t-path": corpus.d2t,
@@ -194,26 +199,30 @@ def test_a_finished_run_does_nothing_more(finished, run, recipe_for):
     assert (workdir / "curves.jsonl").read_bytes() == before
 
 
-def test_torn_checkpoint_is_skipped_and_the_run_finishes(run, recipe_for, tmp_path, caplog):
-    recipe = recipe_for()
-    whole = run(recipe, tmp_path)
+def test_torn_checkpoint_is_skipped_and_the_run_finishes(
+    finished, run, recipe_for, tmp_path, caplog
+):
+    whole, workdir, _ = finished
+    shutil.copytree(workdir, tmp_path, symlinks=True, dirs_exist_ok=True)
     want = [line["loss"] for line in lines_of(tmp_path)]
     (tmp_path / "checkpoints/1/optimizer_state_dict.pt").write_bytes(b"half")
-    result = run(recipe, tmp_path)
+    result = run(recipe_for(), tmp_path)
     assert "checkpoint 1 skipped" in caplog.text
     assert result.steps == whole.steps and not result.interrupted
     assert [line["loss"] for line in lines_of(tmp_path)] == want
 
 
 def test_killed_before_validation_is_validated_after(finished, run, recipe_for, tmp_path):
-    recipe = recipe_for(epochs=1)
-    run(recipe, tmp_path)
-    want = lines_of(tmp_path, "val_loss")
-    (tmp_path / "checkpoints/0/val_metrics.json").unlink()
-    (tmp_path / "checkpoints/checkpoint_best").unlink()
-    run(recipe, tmp_path)
+    _, workdir, _ = finished
+    shutil.copytree(workdir, tmp_path, symlinks=True, dirs_exist_ok=True)
+    want, best = lines_of(tmp_path, "val_loss"), tmp_path / "checkpoints/checkpoint_best"
+    target = best.readlink()
+    (tmp_path / "checkpoints/1/val_metrics.json").unlink()
+    best.unlink()
+    run(recipe_for(), tmp_path)
     assert lines_of(tmp_path, "val_loss")[-1] == want[-1]
-    assert (tmp_path / "checkpoints/checkpoint_best").readlink() == Path("0")
+    assert best.readlink() == target
+    assert len(lines_of(tmp_path, "val_loss")) == len(want) + 1
 
 
 def test_max_steps_is_a_total(run, recipe_for, tmp_path):
@@ -227,7 +236,9 @@ def test_max_steps_is_a_total(run, recipe_for, tmp_path):
 def test_checkpoints_within_an_epoch(run, recipe_for, tmp_path):
     run(recipe_for(epochs=1, checkpoints_per_epoch=3), tmp_path, stop_at=8)
     state = json.loads((tmp_path / "checkpoints/0/training_state.json").read_text())
+    samples = state.pop("samples")
     assert state == {"epoch": 0, "local_step": 8, "global_step": 8}
+    assert 8 <= samples <= 24, "at least one a step"
     assert run(recipe_for(epochs=1, checkpoints_per_epoch=3), tmp_path).steps > 8
 
 
@@ -274,7 +285,6 @@ def test_killed_at_any_moment_and_quiet(finished, recipe_for, corpus, tmp_path):
     job = {
         "recipe": recipe.model_dump(mode="json"),
         "shards": [str(p) for p in corpus.shards],
-        "order": corpus.order,
         "d2t": str(corpus.d2t),
         "t2d": str(corpus.t2d),
         "workdir": str(tmp_path / "work"),

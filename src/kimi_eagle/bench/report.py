@@ -28,7 +28,7 @@ class ReportData:
     """What a report shows; anything may be missing.
 
     results: content of results.json. curves: path of curves.jsonl. stages: one dict a stage with
-    stage, state, units, samples, tokens, rejected, bytes and seconds (wall, load, work).
+    stage, state, units, samples, tokens, rejected, bytes, seconds (wall, load, work) and warning.
     sources: name -> rows, or name -> {what: rows}. counts: prepare's totals. vocab: coverage and
     others. provenance, keys: shown as they are (nested dicts flattened). links: text -> path or
     address relative to the report; None: the run's own files that lie beside it. use: what jobs
@@ -240,7 +240,9 @@ def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Element | None:
         "stage", "state", "units", "wall s", "work s", "load s", "tokens", "tokens/s", "rejected",
         "peak GiB",
     )  # fmt: skip
-    return _section("Stages", _table(titles, rows, words=2))
+    warnings = [f"{s['stage']}: {s['warning']}" for s in stages if s.get("warning")]
+    notes = [h("p", text, class_="bad") for text in warnings]
+    return _section("Stages", _table(titles, rows, words=2), *notes)
 
 
 def _use_table(use: Mapping[str, Mapping[str, float]]) -> Element | None:

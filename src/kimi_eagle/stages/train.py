@@ -1,15 +1,19 @@
 """train: speculators' Eagle3 Trainer over the shards; the best checkpoint becomes `draft/`.
 
 shards + mapping -> checkpoints in files/work-KEY (taken up again by any later attempt) -> draft.
+Damaged samples that training meets (work-KEY/damaged.jsonl) become marks of their extract units.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_eagle import files
+from kimi_eagle.errors import RunError
 from kimi_eagle.files import digest
 from kimi_eagle.ledger import Record, Unit
 from kimi_eagle.provenance import version
@@ -17,9 +21,12 @@ from kimi_eagle.stages.context import Context
 from kimi_eagle.worker import Stopped
 
 if TYPE_CHECKING:
+    from kimi_eagle.shards.store import ShardSet
+    from kimi_eagle.training.damage import Damage
     from kimi_eagle.worker import Attempt, Worker
 
 FORMAT = "draft/1"
+INDEX = ".index.parquet"
 
 
 def plan(ctx: Context) -> list[Unit]:
@@ -28,7 +35,8 @@ def plan(ctx: Context) -> list[Unit]:
     (mapping,) = ctx.gate("vocab")
     parts = {
         "format": FORMAT,
-        "train": ctx.recipe.train.model_dump(mode="json"),
+        # on_damage changes what a run does when something is wrong, not what it is to make.
+        "train": ctx.recipe.train.model_dump(mode="json", exclude={"on_damage"}),
         "seed": ctx.recipe.seed,
         "shards": digest([r.key for r in shards]),
         "vocab": mapping.info["digest"],
@@ -51,27 +59,26 @@ def work(ctx: Context, worker: Worker) -> None:
 
 def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
     """Take up the checkpoints of this key, or start; commit the exported draft."""
-    from kimi_eagle.shards.reader import ShardSet
-    from kimi_eagle.training import launch
+    from kimi_eagle.training import damage, launch
     from kimi_eagle.training.export import export
 
     shards, mapping = attempt.unit.payload
-    paths = [r.path(".safetensors") for r in shards]
+    workdir = worker.dir.files / f"work-{attempt.unit.key}"
+    store = _open(ctx, shards)
 
     def on_progress(step: dict[str, Any]) -> None:
         worker.tokens = step["tokens"]
         worker.progress(step["step"] / max(1, step["steps"]), step["tokens"])
         worker.note(step=step["step"], total_steps=step["steps"], loss=step["loss"])
 
-    with worker.phase("work"):
+    with worker.phase("work"), _marking(ctx, shards, workdir / damage.NAME):
         result = launch.run(
             ctx.recipe,
             ctx.verifier,
-            paths,
-            order=list(ShardSet(paths)),
+            store,
             d2t=mapping.path("d2t.npy"),
             t2d=mapping.path("t2d.npy"),
-            workdir=worker.dir.files / f"work-{attempt.unit.key}",
+            workdir=workdir,
             should_stop=worker.stopping,
             on_progress=on_progress,
         )
@@ -86,11 +93,62 @@ def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
         )
         curves = attempt.path("curves.jsonl")
         shutil.copyfile(result.curves, curves)
+        info = {"checkpoint": result.checkpoint.name, "seconds": round(result.seconds, 1)}
+        if skipped := sorted({d.sample for d in damage.read(workdir / damage.NAME) if d.skipped}):
+            info["skipped_samples"] = skipped
         attempt.commit(
             [*sorted(p for p in out.iterdir() if p.is_file()), curves],
             counts={"steps": result.steps, "tokens": result.tokens},
-            info={"checkpoint": result.checkpoint.name, "seconds": round(result.seconds, 1)},
+            info=info,
         )
+
+
+def _open(ctx: Context, shards: list[Record]) -> ShardSet:
+    """The shards of these records; a damaged index is marked and raised."""
+    from kimi_eagle.shards.store import ShardSet
+
+    paths = [r.path(".safetensors") for r in shards]
+    indexes = [f["xxh3"] for r in shards for f in r.data["files"] if f["name"].endswith(INDEX)]
+    try:
+        return ShardSet(paths, indexes)
+    except RunError as e:
+        # Its file, or that of its index: both begin with the unit's name and attempt.
+        for record, path in zip(shards, paths, strict=True):
+            if Path(e.where).name.startswith(f"{path.name.removesuffix('.safetensors')}."):
+                ctx.ledger("extract").mark_damaged(record, [e.what], [])
+                raise RunError(e.what, where=e.where, fix=_fix(ctx)) from None
+        raise
+
+
+@contextmanager
+def _marking(ctx: Context, shards: list[Record], log: Path) -> Iterator[None]:
+    """Mark the units of the damaged samples that `log` names when training is over, however it
+    ended; a stop for damage is told as one line, whichever process met it."""
+    from kimi_eagle.training import damage
+
+    try:
+        yield
+    except Exception as e:
+        names = {r.path(".safetensors").name for r in shards}
+        met = [d for d in damage.read(log) if not d.skipped and d.shard in names]
+        if met and ctx.recipe.train.on_damage == "stop":
+            raise met[-1].error(_fix(ctx)) from e
+        raise
+    finally:
+        _mark(ctx, shards, damage.read(log))
+
+
+def _mark(ctx: Context, shards: list[Record], found: list[Damage]) -> None:
+    """A mark for each unit with damaged samples; those of files that were made again need none."""
+    for record in shards:
+        name = record.path(".safetensors").name
+        if own := [d for d in found if d.shard == name]:
+            reasons = [f"sample {d.sample}: {d.what}" for d in own]
+            ctx.ledger("extract").mark_damaged(record, reasons, [d.sample for d in own])
+
+
+def _fix(ctx: Context) -> str:
+    return f"kimi-eagle retry {ctx.run.path} makes that unit again"
 
 
 def publish(ctx: Context) -> None:

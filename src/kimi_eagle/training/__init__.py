@@ -1,7 +1,10 @@
 """Training of the draft model: speculators' Eagle3 classes and Trainer over our shards.
 
 draft_config.py  shape of the draft, as an Eagle3SpeculatorConfig
-backend.py       the `shards` hidden-states backend and the arrow view that it reads by
+dataset.py       samples straight from the shards: dataset, batch sampler and loader
+tensors.py       arrays of the shards as tensors, without a copy
+damage.py        samples that are not what was written: named and skipped, or the end
+backend.py       the `shards` plug-in of speculators' own command line, with its arrow view
 attention.py     attention of the unrolled draft on a CPU
 patches.py       what torch and speculators need on a machine without an accelerator
 checkpoints.py   checkpoints that are whole or not there

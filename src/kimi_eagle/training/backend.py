@@ -1,7 +1,8 @@
-"""The `shards` backend: speculators' Trainer reads our hidden-state shards through this.
+"""The `shards` backend: speculators' own command line reads our hidden-state shards through this.
 
-`write_view` writes the arrow view: one row a sample (`input_ids`, `loss_mask`, `seq_len`,
-`sample_id`), in the order of training. speculators asks for row numbers; `ShardsTransfer` turns
+Our own training does not need it (dataset.py). `write_view` writes the arrow view that goes with
+it, one row a sample (`input_ids`, `loss_mask`, `seq_len`, `sample_id`), in the order of training;
+conversion writes one, too. speculators asks for row numbers; `ShardsTransfer` turns
 a row into its `sample_id` and reads that sample from the shards, so that no store is ever keyed
 by a row number (rows move when data are shuffled or split, contents do not). The states go
 from the memory map into torch without a copy. The price: the view repeats the token ids, 5
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
+from kimi_eagle.training.tensors import bfloat16_view
 
 VIEW_FORMAT = "view/1"
 
@@ -50,7 +51,7 @@ class ShardsTransfer(HiddenStatesTransfer):
     def setup(self) -> None:
         """Open the view's `sample_id` column and the shards, once a process."""
         if self._set is None:
-            from kimi_eagle.shards.reader import ShardSet
+            from kimi_eagle.shards.store import ShardSet
 
             self._ids = load_from_disk(self.view).with_format(None).data.column("sample_id")
             self._set = ShardSet(self.shards)
@@ -58,11 +59,12 @@ class ShardsTransfer(HiddenStatesTransfer):
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor]:
         """Sample of row `file_idx`: hidden_states bfloat16 [T, L, H], token_ids int64 [T].
 
-        hidden_states is a view of the memory map: read it, never write to it. Raises RunError
-        when no shard has the sample: a hole in the data must not pass as a skipped row.
+        hidden_states of raw shards is a view of the memory map: read it, never write to it. Raises
+        RunError when no shard has the sample or its bytes are damaged: a hole in the data must not
+        pass as a skipped row.
         """
         self.setup()
-        sample = self._set.sample(self._ids[file_idx].as_py())
+        sample = self._set.proven(self._set.number(self._ids[file_idx].as_py()))
         return {
             "hidden_states": bfloat16_view(sample["hidden_states"]),
             "token_ids": torch.from_numpy(np.asarray(sample["token_ids"], dtype=np.int64)),
@@ -73,14 +75,6 @@ class ShardsTransfer(HiddenStatesTransfer):
         raise RunError("the shards backend cannot generate hidden states")
 
 
-def bfloat16_view(states: np.ndarray) -> torch.Tensor:
-    """A uint16 array of bf16 bits as a torch tensor over the same memory."""
-    with warnings.catch_warnings():
-        # The map is read-only and torch has no read-only tensors; nothing here writes.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(states).view(torch.bfloat16)
-
-
 def write_view(shards: Sequence[str | Path], order: Sequence[str], out: Path) -> int:
     """Write the arrow view of the samples `order` (ids) to the folder `out`; tokens in it.
 
@@ -88,7 +82,7 @@ def write_view(shards: Sequence[str | Path], order: Sequence[str], out: Path) ->
     shards that is already there is kept. Raises RunError for a sample that no shard has, and
     when there are fewer than 2 (one to learn from, one to validate with).
     """
-    from kimi_eagle.shards.reader import ShardSet
+    from kimi_eagle.shards.store import ShardSet
 
     if len(order) < 2:
         raise RunError(f"{len(order)} samples to train on", expected="at least 2")
@@ -103,9 +97,9 @@ def write_view(shards: Sequence[str | Path], order: Sequence[str], out: Path) ->
     store = ShardSet([str(p) for p in shards])
     ids, masks, lengths = [], [], []
     for sample_id in order:
-        sample = store.sample(sample_id)
-        ids.append(np.asarray(sample["token_ids"], dtype=np.int32))
-        masks.append(np.asarray(sample["loss_mask"], dtype=np.int8))
+        token_ids, mask = store.tokens_at(store.number(sample_id))
+        ids.append(np.asarray(token_ids, dtype=np.int32))
+        masks.append(np.asarray(mask, dtype=np.int8))
         lengths.append(len(ids[-1]))
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     table = pa.table(
@@ -138,7 +132,7 @@ def write_view(shards: Sequence[str | Path], order: Sequence[str], out: Path) ->
 
 
 class ShardsBackend(HiddenStatesBackend):
-    """speculators' plug-in hooks; `loop.train` builds the transfer itself."""
+    """speculators' plug-in hooks."""
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:

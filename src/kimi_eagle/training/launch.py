@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from kimi_eagle import files
 from kimi_eagle.errors import RunError
 from kimi_eagle.recipe import Recipe, parse
 from kimi_eagle.rundir import StageDir
+from kimi_eagle.shards.store import ShardSet
 from kimi_eagle.training import nodes
 
 if TYPE_CHECKING:
@@ -48,9 +49,8 @@ def ranks_here(recipe: Recipe) -> int:
 def run(
     recipe: Recipe,
     verifier: Any,
-    shards: Sequence[Path],
+    store: ShardSet,
     *,
-    order: Sequence[str],
     d2t: Path,
     t2d: Path,
     workdir: Path,
@@ -69,8 +69,7 @@ def run(
         return loop.train(
             recipe,
             verifier,
-            shards,
-            order,
+            store,
             d2t,
             t2d,
             workdir,
@@ -83,8 +82,8 @@ def run(
         old.unlink(missing_ok=True)
     data = {
         "recipe": recipe.model_dump(mode="json", exclude_none=True),
-        "shards": [str(p) for p in shards],
-        "order": list(order),
+        "shards": [str(s.path) for s in store.shards],
+        "index_digests": [s.index.digest for s in store.shards],
         "d2t": str(d2t),
         "t2d": str(t2d),
     }
@@ -153,8 +152,7 @@ def _rank(workdir: Path) -> None:
     result = loop.train(
         recipe,
         open_verifier(section.path, trust_remote_code=section.trust_remote_code),
-        [Path(p) for p in data["shards"]],
-        data["order"],
+        ShardSet([Path(p) for p in data["shards"]], data["index_digests"]),
         Path(data["d2t"]),
         Path(data["t2d"]),
         workdir,

@@ -1,7 +1,8 @@
 """`train`: one training run of the draft, put together from speculators' parts.
 
-Reads shards, vocabulary mapping and the verifier's embedding and head; writes in `workdir`: the
-arrow view (`view/`), `checkpoints/`, `tensorboard/` and `curves.jsonl`. Composed from public
+Reads shards, vocabulary mapping and the verifier's embedding and head; writes in `workdir`:
+`checkpoints/`, `tensorboard/`, `curves.jsonl` and, where a sample is damaged, `damaged.jsonl`.
+Training starts from the shards' indexes; a sample is read when it is its turn. Composed from public
 parts instead of `speculators.train.cli.main`, because that one parses a command line, installs
 signal handlers whose checkpoint is never resumed from, and has no way to stop between steps.
 
@@ -16,8 +17,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,28 +25,28 @@ from typing import Any
 import numpy as np
 import torch
 from loguru import logger as loguru_logger
-from transformers.utils import logging as transformers_logging
-
-from kimi_eagle.errors import RunError, UsageError
-from kimi_eagle.recipe import Recipe
-from kimi_eagle.training import attention, backend, checkpoints, curves, patches
-from kimi_eagle.training.draft_config import speculator_config
-from kimi_eagle.training.trainer import ShardTrainer
-
-# isort: split
-# After `backend`, which registers itself before speculators reads the registry.
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel
-from speculators.models.eagle3.data import shift_batch
 from speculators.train.cli import set_seed
-from speculators.train.dataloader import create_train_val_loaders
 from speculators.train.distributed import (
+    get_dp_rank,
+    get_dp_size,
     get_rank,
     get_world_size,
     maybe_destroy_distributed,
     maybe_setup_distributed,
 )
 from speculators.train.trainer import TrainerConfig
+from transformers.utils import logging as transformers_logging
+
+from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.recipe import Recipe
+from kimi_eagle.shards.sampling import Sampling
+from kimi_eagle.shards.store import ShardSet
+from kimi_eagle.training import attention, checkpoints, curves, damage, patches
+from kimi_eagle.training.dataset import ShardBatchSampler, ShardDataset, ShardLoader
+from kimi_eagle.training.draft_config import speculator_config
+from kimi_eagle.training.trainer import ShardTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Batches of a whole run: tokens[i] is the number of tokens in step i of all ranks."""
+    """Batches of a whole run. tokens: int64 [steps], of each step and all ranks together."""
 
     tokens: np.ndarray
     steps: int
@@ -82,8 +82,7 @@ class Schedule:
 def train(
     recipe: Recipe,
     verifier: Any,
-    shards: Sequence[Path],
-    order: Sequence[str],
+    store: ShardSet,
     d2t: Path,
     t2d: Path,
     workdir: Path,
@@ -93,11 +92,11 @@ def train(
 ) -> TrainResult:
     """Train the draft of `recipe`, or go on with what `workdir` holds.
 
-    verifier: an open Verifier. shards: safetensors files. order: sample ids in training order;
-    the last `validation_share` of them validate. d2t, t2d: .npy, int64 [D] offsets and bool [V].
+    verifier: an open Verifier. store: the samples in training order; the last `validation_share`
+    of them validate. d2t, t2d: .npy, int64 [D] offsets and bool [V].
     should_stop is asked after each step; on_progress gets step, steps, epoch, tokens, total_tokens,
-    tokens_per_s, loss, accuracy. Raises RunError when the loss is not finite; UsageError where the
-    recipe cannot be.
+    tokens_per_s, loss, accuracy. Raises RunError when the loss is not finite or, with
+    train.on_damage stop, a sample is damaged; UsageError where the recipe cannot be.
     """
     section = recipe.train
     device = _device(section.device)
@@ -114,12 +113,11 @@ def train(
         set_seed(recipe.seed)
         if get_rank() == 0:
             checkpoints.tidy(workdir / "checkpoints", scheduler=section.scheduler != "none")
-            backend.write_view(shards, order, workdir / "view")
         if get_world_size() > 1:
             torch.distributed.barrier()
         model = build_model(recipe, verifier, d2t, t2d, device=device)
-        loaders = _loaders(recipe, verifier, model, shards, workdir / "view")
-        schedule = plan_steps(loaders[0], section.epochs, section.seq_len, section.max_steps)
+        loaders = _loaders(recipe, model, store, workdir / damage.NAME, device)
+        schedule = plan_steps(loaders[0], section.epochs, section.max_steps)
         return _run(recipe, device, model, loaders, schedule, workdir, started,
                     should_stop, on_progress)  # fmt: skip
     finally:
@@ -152,23 +150,21 @@ def build_model(
     return model
 
 
-def plan_steps(loader: Any, epochs: int, seq_len: int, max_steps: int | None) -> Schedule:
-    """How many steps the run has and the tokens of each, from the loader's own packing.
+def plan_steps(loader: ShardLoader, epochs: int, max_steps: int | None) -> Schedule:
+    """How many steps the run has and the tokens of each, from the packing itself.
 
     The packing differs from epoch to epoch, so that epochs x length of the first is not it.
     """
-    sampler = loader.batch_sampler
-    lengths = np.asarray(loader.dataset.approx_lengths)
-    tokens: list[int] = []
+    sampling = loader.batch_sampler.sampling
+    # One position a sample is lost to the shift of states against tokens (shift_batch).
+    kept = np.minimum(loader.dataset.approx_lengths - 1, sampling.seq_len)
+    tokens = np.zeros(0, np.int64)
     for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        # One position a sample is lost to the shift of states against tokens (shift_batch).
-        tokens += [min(int(np.sum(lengths[batch] - 1)), seq_len) for batch in sampler]
         if max_steps is not None and len(tokens) >= max_steps:
-            tokens = tokens[:max_steps]
             break
-    sampler.set_epoch(0)
-    return Schedule(np.asarray(tokens) * get_world_size(), len(tokens))
+        tokens = np.concatenate([tokens, sampling.step_sums(epoch, kept)])
+    tokens = tokens[:max_steps]
+    return Schedule(tokens, len(tokens))
 
 
 def trainer_config(recipe: Recipe, device: str, steps: int, checkpoint_dir: Path) -> TrainerConfig:
@@ -263,31 +259,44 @@ def _run(
 
 
 def _loaders(
-    recipe: Recipe, verifier: Any, model: Eagle3DraftModel, shards: Sequence[Path], view: Path
-) -> tuple[Any, Any]:
-    """speculators' own loaders over the view, with our transfer."""
-    section = recipe.train
-    with _environment_kept():
-        return create_train_val_loaders(
-            data_path=str(view),
-            total_seq_len=section.seq_len,
-            hidden_states_dtype=getattr(torch, section.dtype),
-            transfer=backend.ShardsTransfer(view, shards),
-            vllm_endpoint="",
-            on_missing="raise",
-            verifier_name_or_path=str(verifier.path),
-            request_timeout=None,
-            max_retries=0,
-            generation_validation_retries=0,
-            max_consecutive_generation_failures=1,
-            hidden_size=model.hidden_size,
-            num_target_layers=len(model.target_layer_ids),
-            num_workers=section.data_workers,
-            prefetch_factor=4,
-            preprocess=shift_batch,
-            train_data_ratio=1 - section.validation_share,
-            seed=recipe.seed,
+    recipe: Recipe, model: Eagle3DraftModel, store: ShardSet, damaged: Path, device: str
+) -> tuple[ShardLoader, ShardLoader]:
+    """Loaders of the training and of the validation samples."""
+    section, ranks = recipe.train, get_dp_size()
+    split = int(len(store) * (1 - section.validation_share))
+    if min(split, len(store) - split) < ranks:
+        raise RunError(
+            f"{split} samples to train on and {len(store) - split} to validate with",
+            expected=f"at least {ranks} of each" if ranks > 1 else "at least 1 of each",
         )
+
+    def loader(samples: range, seed: int) -> ShardLoader:
+        data = ShardDataset(
+            store,
+            samples,
+            section.seq_len,
+            getattr(torch, section.dtype),
+            damage.DamageLog(damaged, skip=section.on_damage == "skip"),
+        )
+        sampling = Sampling(
+            data.approx_lengths,
+            section.seq_len,
+            ranks=ranks,
+            seed=seed,
+            shard_of=data.shard_of,
+            window=section.shuffle_shards,
+        )
+        return ShardLoader(
+            data,
+            ShardBatchSampler(sampling, get_dp_rank()),
+            hidden_size=model.hidden_size,
+            target_layers=len(model.target_layer_ids),
+            workers=section.data_workers,
+            pin_memory=device == "cuda",
+        )
+
+    # Validation in one order for any seed, as speculators has it.
+    return loader(range(split), recipe.seed), loader(range(split, len(store)), 0)
 
 
 def _device(wanted: str) -> str:
@@ -326,15 +335,3 @@ def _quiet() -> None:
     loguru_logger.disable("speculators")
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not")
-    warnings.filterwarnings("ignore", message="Found .* samples longer than batch_max_length")
-
-
-@contextmanager
-def _environment_kept() -> Any:
-    """speculators sets OMP_NUM_THREADS=1 for its data workers and leaves it set."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

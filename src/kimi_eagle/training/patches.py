@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import speculators.train.checkpointer
-import speculators.train.dataloader
 import speculators.train.trainer
 import torch
 
@@ -36,10 +35,6 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _cpu(*_args: Any, **_kwargs: Any) -> str:
     return "cpu"
-
-
-def _unpinned(*args: Any, **kwargs: Any) -> Any:
-    return torch.utils.data.DataLoader(*args, **{**kwargs, "pin_memory": False})
 
 
 def _plain_loop(iterable: Iterable[Any], **_kwargs: Any) -> Iterable[Any]:
@@ -76,14 +71,6 @@ CPU_PATCHES = (
         owner=speculators.train.checkpointer,
         name="get_current_device",
         replacement=_cpu,
-    ),
-    Patch(
-        library="speculators 0.9.0 with torch 2.13.0",
-        place="train/dataloader.py, _setup_dataloader",
-        reason="pin_memory=True is fixed; without an accelerator torch warns for each loader",
-        owner=speculators.train.dataloader,
-        name="DataLoader",
-        replacement=_unpinned,
     ),
 )
 

@@ -3,7 +3,10 @@
 Overrides methods of the public class only; the epoch loop, the step, the optimizers and the
 schedule are speculators' own (0.9.0, train/trainer.py). Differences in behaviour: `max_steps`
 ends the run, not each epoch; a stop saves a checkpoint from which the same run goes on (the
-original's `interrupted/` is never taken up again); every epoch keeps its validation metrics.
+original's `interrupted/` is never taken up again); every epoch keeps its validation metrics. A
+position within an epoch counts samples, too: with another number of ranks a step takes others, and
+going on there reads no sample of the epoch twice and leaves out less than a step's (the schedule
+goes on by steps done).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from speculators.train.trainer import Trainer
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
+from kimi_eagle.shards.sampling import Sampling
 from kimi_eagle.training import checkpoints
 
 
@@ -30,8 +34,8 @@ class _StopTraining(Exception):
 class ShardTrainer(Trainer):
     """Trainer whose `run` answers whether it was interrupted.
 
-    device: "cpu" or "cuda". after_step: called after each optimizer step with the number of
-    steps done; True asks for a stop. Further arguments are speculators' own.
+    The loaders are ShardLoaders. device: "cpu" or "cuda". after_step: called after each optimizer
+    step with the number of steps done; True asks for a stop. Further arguments: speculators' own.
     """
 
     def __init__(self, *args: Any, device: str, after_step: Callable[[int], bool], **kwargs: Any):
@@ -50,6 +54,9 @@ class ShardTrainer(Trainer):
             self.local_rank = torch.device("cpu")
             self.device_type = "cpu"
         super().setup_trainer()
+        samples = self._load_training_state().get("samples")
+        if self._resume_local_step and samples is not None:
+            self._resume_local_step = self._sampling.step_at(self.current_epoch, samples)
 
     def run(self) -> bool:
         """Train to the last epoch or `max_steps`; True when a stop was asked for before."""
@@ -82,9 +89,14 @@ class ShardTrainer(Trainer):
             self.checkpointer.save_scheduler_state_dict(self.schedulers, staged)
         if self.rank == 0:
             state = {"epoch": epoch, "local_step": local_step, "global_step": self.global_step}
+            state["samples"] = self._sampling.first_sample(epoch, local_step)
             (root / staged / checkpoints.STATE).write_text(json.dumps(state))
             checkpoints.commit(root, int(epoch))
         self._barrier()
+
+    @property
+    def _sampling(self) -> Sampling:
+        return self.train_loader.batch_sampler.sampling
 
     def _after_step(self) -> None:
         self._local_step += 1
