@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -24,7 +25,11 @@ from foreign_states import (  # noqa: E402
     write_speculators,
 )
 from kimi_eagle.errors import RunError, UsageError  # noqa: E402
-from kimi_eagle.shards import Shard, ShardSet  # noqa: E402
+from kimi_eagle.shards import (  # noqa: E402
+    Shard,
+    ShardSet,
+    store,  # noqa: E402
+)
 from kimi_eagle.shards import convert as room  # noqa: E402
 from kimi_eagle.shards.convert import to_shards  # noqa: E402
 from kimi_eagle.shards.export import to_speculators  # noqa: E402
@@ -99,6 +104,25 @@ def test_shards_are_cut_by_tokens(tmp_path, limit):
     pairs = zip(shards, shards[1:], strict=False)
     assert all(a.tokens + int(b.lengths[0]) > limit for a, b in pairs)
     same(tmp_path / "out", SAMPLES)
+
+
+def test_more_shards_than_a_process_may_have_open(tmp_path):
+    """Python's maps hold a file descriptor each."""
+    import resource
+
+    first = write_shards(tmp_path / "in", make(60), each=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, limits[1]))
+    try:
+        store.OPEN, before = 12, store.OPEN
+        to_shards(source(first), tmp_path / "out")
+        to_shards(source(first), tmp_path / "out")  # now it looks at 60 that are there
+        to_shards(source(first), tmp_path / "one", shard_tokens=10**6)
+        to_speculators(source(first), tmp_path / "spec")
+    finally:
+        store.OPEN = before
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(open_folder(tmp_path / "out")) == 60
 
 
 def test_repeated_samples_are_kept_once(tmp_path):

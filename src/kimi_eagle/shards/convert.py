@@ -24,6 +24,8 @@ from kimi_eagle.shards.sources import OWN_KEYS, Bad, Sample, Source, Stream, kin
 from kimi_eagle.shards.writer import ShardWriter
 
 SHARD_TOKENS = 1_000_000
+QUEUE_BYTES = 1 << 28
+"""States waiting for the disk, beside those that are being read."""
 LEAST_SHARE = {"raw": 1.0, "lossless": 0.6, "fp8": 0.5}
 """What states take at least, for the look at the free space (lossless: some 0.7 is usual)."""
 
@@ -279,7 +281,13 @@ class _Made:
     def _writer(self, name: str, sample: Sample) -> ShardWriter:
         source = self.source
         return ShardWriter(
-            self.out, name, source.layers, source.hidden_size, sample.meta, codec=self.codec
+            self.out,
+            name,
+            source.layers,
+            source.hidden_size,
+            sample.meta,
+            codec=self.codec,
+            queue_bytes=QUEUE_BYTES,
         )
 
     def _full(self, writer: ShardWriter, item: Sample, first: Sample, other_group: bool) -> bool:

@@ -55,7 +55,6 @@ def to_speculators(
         "hidden_size": source.hidden_size,
         "source": source.identity(),
     }
-    (out / STATES).mkdir(exist_ok=True)
     for place in (out, out / STATES):
         folder.sweep(place)
     there = _there(out / STATES)
@@ -64,6 +63,7 @@ def to_speculators(
     check_room(out, need(source, "raw", 1 - min(1.0, have / max(1, source.state_bytes))))
     if not there:
         files.write_atomic(out / SIGN, files.to_json({**want, "complete": False}) + "\n")
+    (out / STATES).mkdir(exist_ok=True)
     on_start(0)
     export = _Export(source, out, skip_damaged, there, on_progress)
     temp = files.temporary_name(out / "rows")
@@ -72,7 +72,6 @@ def to_speculators(
         _write_rows(temp, export.rows(), files.digest(want))
         if not export.found.samples:
             raise RunError("no sample could be converted", where=source.path)
-        files.fsync_dir(out / STATES)
         for name in (ARROW, *INFO_FILES):
             files.fsync_file(temp / name)
             os.replace(temp / name, out / name)
@@ -163,8 +162,7 @@ class _Export:
 
     def _write(self, item: Sample, path: Path) -> None:
         import torch
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         states = np.ascontiguousarray(item.states)
         xxh3 = digest64([states, item.token_ids, item.loss_mask.view(np.uint8)])
@@ -177,18 +175,10 @@ class _Export:
             STATES: bfloat16(states),
             "token_ids": torch.from_numpy(item.token_ids.astype(np.int64)),
         }
-        temp = files.temporary_name(path)
-        try:
-            # One key: safetensors writes several in an order of chance (0.8.0), and equal input
-            # is to give equal bytes.
-            proof = files.to_json({"sample_id": item.sample_id, "xxh3": xxh3})
-            save_file(tensors, temp, metadata={PROOF: proof})
-            files.fsync_file(temp)
-            os.replace(temp, path)
-        except SafetensorError as e:
-            raise OSError(0, str(e), str(path)) from e
-        finally:
-            temp.unlink(missing_ok=True)
+        # One key: safetensors writes several in an order of chance (0.8.0), and equal input is to
+        # give equal bytes. Its save_file leaves files of names of its own when it is killed.
+        proof = files.to_json({"sample_id": item.sample_id, "xxh3": xxh3})
+        files.write_atomic(path, save(tensors, metadata={PROOF: proof}))
 
 
 def bfloat16(states: np.ndarray) -> Any:

@@ -24,6 +24,9 @@ from kimi_eagle.shards.store import ShardSet
 
 OWN_KEYS = ("format", "codec", "layers", "hidden_size")
 """Metadata that a writer sets itself."""
+COPIED = 1 << 20
+"""States below so many bytes are copied out of their map. A view keeps its whole shard open, and
+whoever waits for the disk with a thousand samples of small shards had no file descriptor left."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ class StoreSource(Source):
             raise RunError("no shards", where=path)
         self.set = ShardSet([s for s, _ in shards], [d for _, d in shards])
         self.layers, self.hidden_size = self.set.layers, self.set.hidden_size
+        self._metas: dict[int, dict[str, str]] = {}
         self.weights = self.set.lengths.astype(np.int64)
         self.tokens = int(self.weights.sum())
         self.bytes = sum(s.index.bytes for s in self.set.shards)
@@ -138,31 +142,36 @@ class StoreSource(Source):
         return int(self.set.shard_of[number])
 
     def meta(self, number: int) -> Mapping[str, str]:
-        found = self.set.shards[self.group(number)].meta
-        return {k: v for k, v in found.items() if k not in OWN_KEYS}
+        group = self.group(number)
+        if group not in self._metas:
+            self.set.check(number)  # maps the shard by way of the set, which closes old ones
+            found = self.set.shards[group].meta
+            self._metas[group] = {k: v for k, v in found.items() if k not in OWN_KEYS}
+        return self._metas[group]
 
     def tokens_of(self, number: int) -> tuple[str, np.ndarray, np.ndarray] | Bad:
         try:
-            return self.set.ids[number], *self.set.tokens_at(number)
+            return self.set.ids[number], *(a.copy() for a in self.set.tokens_at(number))
         except RunError as e:
             return Bad("damaged", e.line())
 
     def load(self, number: int) -> Sample | Bad:
         shard, row = self.set.shards[self.group(number)], int(self.set.row_of[number])
         try:
-            if fault := shard.check(row):
+            if fault := self.set.check(number):
                 return Bad("damaged", fault)
-            found = shard.at(row)
+            found, meta = self.set.at(number), self.meta(number)
         except RunError as e:
             return Bad("damaged", e.line())
+        states = found["hidden_states"]
         return Sample(
             self.set.ids[number],
-            found["hidden_states"],
-            found["token_ids"],
-            found["loss_mask"],
+            states.copy() if states.nbytes < COPIED else states,
+            found["token_ids"].copy(),
+            found["loss_mask"].copy(),
             shard.index.digests[row],
             kind_of(shard.codec),
-            self.meta(number),
+            meta,
         )
 
 
