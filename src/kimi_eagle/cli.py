@@ -16,9 +16,11 @@ from kimi_eagle import (
     __version__,
     cli_image,
     cli_lock,
+    cli_shards,
     cli_site,
     cli_submit,
     cli_tools,
+    cli_verify,
     cli_watch,
 )
 from kimi_eagle.cli_options import PATH as _PATH
@@ -280,7 +282,10 @@ def report(run_path: str) -> None:
 @click.argument("run_path", metavar="RUN", type=_PATH)
 @json_option
 def retry(run_path: str, as_json: bool) -> None:
-    """Open failed and damaged units again; `run` then does only those."""
+    """Open failed and damaged units again; `run` then does only those.
+
+    Damaged: what `verify` or a training found and marked, and files that are gone or cut short.
+    """
     from kimi_eagle import housekeeping
     from kimi_eagle.containers.start import enter
     from kimi_eagle.stages.context import open_context
@@ -291,10 +296,14 @@ def retry(run_path: str, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
+        words = {"held": "hold lifted", "draft": "not as it was exported: put there anew by `run`"}
+        warnings = found.pop("warnings", [])
         for name, count in found.items():
-            what = "hold lifted" if name == "held" else f"{count} unit{'s'[: count > 1]} open again"
+            what = words.get(name, f"{count} unit{'s'[: count > 1]} open again")
             click.echo(f"{name:<10} {what}")
-        click.echo("now: kimi-eagle run or submit" if found else "nothing failed or held")
+        for text in warnings:
+            click.echo(f"warning: {text}", err=True)
+        click.echo("now: kimi-eagle run or submit" if found else "nothing failed, damaged or held")
 
 
 @main.command()
@@ -337,12 +346,14 @@ for command in (
     cli_watch.logs,
     cli_watch.cancel,
     cli_watch.accept,
+    cli_verify.verify,
     cli_lock.reproduce,
     cli_lock.diff,
     cli_image.image,
     cli_site.site,
     cli_tools.verifier,
     cli_tools.vocab,
+    cli_shards.shards,
 ):
     main.add_command(command)
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Unit:
     samples: int = 1
     payload: Any = field(default=None, compare=False, repr=False)
 
-    @property
+    @cached_property
     def key(self) -> str:
         return files.digest(self.parts)[:KEY_DIGITS]
 
@@ -68,6 +69,14 @@ class Record:
     @property
     def info(self) -> dict[str, Any]:
         return self.data.get("info", {})
+
+    @cached_property
+    def kinds(self) -> dict[str, Path]:
+        """What follows unit and attempt in a file's name -> the file."""
+        return {f["name"].split(".", 2)[-1]: self._at(f) for f in self.data["files"]}
+
+    def _at(self, entry: dict[str, Any]) -> Path:
+        return self.stage_dir.files / entry["name"]
 
     def path(self, suffix: str) -> Path:
         """The one file of the unit whose name ends with `suffix`."""

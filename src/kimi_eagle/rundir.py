@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from kimi_eagle import files
@@ -66,7 +67,7 @@ class StageDir:
     def held(self) -> Path:
         return self.path / "held"
 
-    @property
+    @cached_property
     def records(self) -> Path:
         return self.path / "records"
 
@@ -94,7 +95,7 @@ class StageDir:
     def workers(self) -> Path:
         return self.path / "workers"
 
-    @property
+    @cached_property
     def files(self) -> Path:
         return self.path / "files"
 

@@ -31,7 +31,7 @@ MACHINES_NAMED = 16
 """Hosts of equal machines that are named; of more only the number."""
 
 LEFT_OUT = {
-    "index.parquet": "names its shard, with the attempt; what it says of samples is in `content`",
+    "index.parquet": "of one codec; what it says of the samples is in the record, as `content`",
     "rejects.jsonl": "names the files of the sources",
     "draft/config.json": "names the verifier's folder; the rest follows from the recipe",
     "curves.jsonl": "holds times; its last validation stands in the lock",

@@ -122,11 +122,27 @@ class Context:
         units, ledger = self.plan(stage), self.ledger(stage)
         if open_units := ledger.open_units(units):
             raise Waiting(stage, len(open_units))
-        records = ledger.records(units)
+        again = f"kimi-eagle retry {self.run.path} makes that unit again"
+        try:
+            records = ledger.records(units)
+        except RunError as e:
+            raise GateShut(e.what, where=e.where, fix=again) from None
         self._judge(stage, units, records)
-        if stage in self.reading and (fault := next(filter(None, map(_fault, records)), None)):
-            raise GateShut(fault, fix=f"kimi-eagle retry {self.run.path} makes that unit again")
+        if stage in self.reading and (fault := self._fault(stage, records)):
+            raise GateShut(fault, fix=again)
         return [r for r in records if r.state == "done"]
+
+    def _fault(self, stage: str, records: list[Record]) -> str | None:
+        """What is wrong with the files of these records, as far as sizes and marks tell."""
+        if fault := next(filter(None, (r.files_whole() for r in records)), None):
+            return fault
+        if stage == "extract" and self.recipe.train.on_damage == "skip":
+            return None  # the reader leaves damaged samples out, one by one
+        for record, mark in self.ledger(stage).damaged(records):
+            reasons = mark["reasons"]
+            more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+            return f"{stage} unit {record.unit} is damaged: {''.join(reasons[:1])}{more}"
+        return None
 
     def _judge(self, stage: str, units: list[Unit], records: list[Record]) -> None:
         """Compare what was lost with `allow_rejected`, or with what a person accepted since.
@@ -149,10 +165,6 @@ class Context:
                 f" to go on without them: kimi-eagle accept {self.run.path} {stage}"
                 f" --share {math.ceil(1e4 * share) / 1e4:g} --reason TEXT",
             )
-
-
-def _fault(record: Record) -> str | None:
-    return record.files_whole()
 
 
 def open_context(path: str | Path) -> Context:

@@ -49,7 +49,7 @@ def plan(ctx: Context) -> list[Unit]:
             parts={**common, "samples": part["digest"]},
             tokens=part["tokens"],
             samples=part["samples"],
-            payload=prepared.path(f".{part['name']}.tokens.parquet"),
+            payload=prepared.kinds[f"{part['name']}.tokens.parquet"],
         )
         for part in prepared.info["parts"]
     ]

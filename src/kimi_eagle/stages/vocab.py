@@ -36,7 +36,8 @@ def work(ctx: Context, worker: Worker) -> None:
     for attempt in worker.attempts(units, max_failures=1):
         with attempt, worker.phase("work"):
             prepared, section = attempt.unit.payload, ctx.recipe.vocab
-            paths = [prepared.path(f".{p['name']}.tokens.parquet") for p in prepared.info["parts"]]
+            parts = prepared.info["parts"]
+            paths = [prepared.kinds[f"{p['name']}.tokens.parquet"] for p in parts]
             counts = vocab.count_tokens(paths, ctx.verifier.vocab_size)
             forced = set(section.force_tokens)
             if section.force_special:

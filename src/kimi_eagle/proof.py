@@ -1,0 +1,397 @@
+"""`verify`: is everything that the records of a run name still there, and as it was written?
+
+Quick: records, sizes, and of hidden states index, header and probe (a few ms for 100 units). Deep:
+every byte, each once, and what is damaged has a name down to the sample. What is damaged gets a
+mark that shuts the gate of whoever would read it; `retry` opens marked units again. Nothing else
+is changed, so a live worker may go on; its unit is open, not damaged.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kimi_eagle import proof_files
+from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.ledger import Ledger, Record, Unit
+from kimi_eagle.proof_files import Fault
+from kimi_eagle.recipe import STAGES
+from kimi_eagle.rundir import StageDir
+from kimi_eagle.stages.context import Context
+from kimi_eagle.survey import StageState, survey
+
+if TYPE_CHECKING:
+    from kimi_eagle.proof_shards import Wanted
+
+THREADS = 4
+"""Files read at once, where there are as many cores: each digests some 10 GB/s."""
+
+DRAFT = "draft"
+"""RUN/draft has a row of its own, after the stages."""
+
+OnBytes = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes in all), one call at a time."""
+
+
+@dataclass
+class Row:
+    """One stage. Units are ok, damaged, open, freed (states deleted by `clean --hidden`) or failed
+    (given up by their workers); files and bytes are those that the records of the others name."""
+
+    stage: str
+    state: str
+    units: int = 0
+    files: int = 0
+    bytes: int = 0
+    ok: int = 0
+    damaged: int = 0
+    open: int = 0
+    freed: int = 0
+    failed: int = 0
+    strays: int = 0
+    """Names under the stage's files that no current record knows."""
+    reason: str = ""
+
+
+@dataclass
+class Damage:
+    """One fault. unit is empty for RUN/draft; sample_id None where it lies in no one sample."""
+
+    stage: str
+    unit: str
+    key: str
+    attempt: int
+    file: str
+    sample_id: str | None
+    what: str
+
+
+@dataclass
+class Report:
+    """What `verify` found. marked and whole_again: `STAGE UNIT`; the latter were marked before, and
+    every byte of them is right now. not_marked: why damage could not be written down."""
+
+    run: str
+    deep: bool
+    rows: list[Row] = field(default_factory=list)
+    damage: list[Damage] = field(default_factory=list)
+    marked: list[str] = field(default_factory=list)
+    whole_again: list[str] = field(default_factory=list)
+    not_marked: str = ""
+
+    @property
+    def strays(self) -> int:
+        return sum(row.strays for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for machines: run, deep, ok, stages, damage, strays, marked, ..."""
+        data = asdict(self) | {"ok": not self.damage, "strays": self.strays}
+        data["stages"] = data.pop("rows")
+        return data
+
+
+@dataclass
+class _Unit:
+    """One finished unit on its way through the checks."""
+
+    row: Row
+    unit: Unit
+    record: Record
+    faults: list[Fault] = field(default_factory=list)
+    readable: bool = True
+    """Whether its bytes can be compared at all."""
+    shard: Any = None
+
+
+def verify(
+    ctx: Context,
+    *,
+    stage: str | None = None,
+    deep: bool = False,
+    threads: int | None = None,
+    on_bytes: OnBytes | None = None,
+) -> Report:
+    """Check a run, or one stage of it; marks what is damaged.
+
+    threads: files read at once, by default THREADS or the cores that there are. UsageError for a
+    stage that is none.
+    """
+    if stage is not None and stage not in STAGES:
+        raise UsageError(f"unknown stage {stage!r}", expected=f"one of {', '.join(STAGES)}")
+    report, todo, ctx = Report(str(ctx.run.path), deep), [], _Look.of(ctx)
+    states = {s.name: s for s in survey(ctx)}
+    for name in STAGES if stage is None else (stage,):
+        row, units = _quick(ctx, states[name], report)
+        report.rows.append(row)
+        todo += units
+    if deep:
+        cores = len(os.sched_getaffinity(0))
+        _deep(ctx, states, todo, threads or min(THREADS, cores), on_bytes)
+    for item in todo:
+        _conclude(ctx, item, report)
+    if stage in (None, "train"):
+        report.rows += _draft(ctx, todo, report, deep)
+    return report
+
+
+def draft_faults(ctx: Context, units: list[Unit]) -> list[Fault]:
+    """What differs between RUN/draft and the record of train that it was made from."""
+    found = []
+    for record in ctx.ledger("train").records(units):
+        if record.state == "done" and proof_files.draft_is_of(ctx.run, record):
+            found += proof_files.draft_faults(ctx.run, record, deep=True)
+    return found
+
+
+class _ReadOnce(Ledger):
+    """Records as they were when they were read first."""
+
+    def __init__(self, stage_dir: StageDir):
+        super().__init__(stage_dir)
+        self._read: dict[tuple[str, str], Record | None] = {}
+
+    def record(self, unit: Unit) -> Record | None:
+        place = unit.name, unit.key
+        if place not in self._read:
+            self._read[place] = super().record(unit)
+        return self._read[place]
+
+
+class _Look(Context):
+    """One look at a run in which all is planned and read once, and not anew by every gate: of
+    10,000 units that makes 2 s out of 10."""
+
+    @classmethod
+    def of(cls, ctx: Context) -> _Look:
+        look = cls(ctx.run, ctx.recipe)
+        # Whatever was opened already: verifier, template, selection.
+        look.__dict__ |= {k: v for k, v in ctx.__dict__.items() if k != "reading"}
+        look._ledgers, look._plans, look._gates = {}, {}, {}
+        return look
+
+    def ledger(self, stage: str) -> Ledger:
+        if stage not in self._ledgers:
+            self._ledgers[stage] = _ReadOnce(self.run.stage(stage))
+        return self._ledgers[stage]
+
+    def plan(self, stage: str) -> list[Unit]:
+        if stage not in self._plans:
+            self._plans[stage] = super().plan(stage)
+        return self._plans[stage]
+
+    def gate(self, stage: str) -> list[Record]:
+        if stage not in self._gates:
+            self._gates[stage] = super().gate(stage)
+        return self._gates[stage]
+
+
+# -- quick -----------------------------------------------------------------------------------------
+
+
+def _quick(ctx: Context, state: StageState, report: Report) -> tuple[Row, list[_Unit]]:
+    """Everything that can be said without reading bytes; -> the units that are done."""
+    row = Row(state.name, state.state, len(state.units), reason=state.reason)
+    ledger, found, known = ctx.ledger(state.name), [], set()
+    freed = ledger.freed()
+    wanted = _wanted(ctx) if state.name == "extract" and state.units else None
+    for unit in state.units:
+        try:
+            record = ledger.record(unit)
+        except RunError as e:
+            row.damaged += 1
+            report.damage.append(Damage(row.stage, unit.name, unit.key, 0, "", None, e.what))
+            continue
+        if record is None:
+            row.open += 1
+            continue
+        item = _Unit(row, unit, record)
+        item.faults += proof_files.record_faults(record, unit, row.stage)
+        if item.faults:
+            item.readable = False
+        elif record.state == "failed":
+            row.failed += 1
+            continue
+        else:
+            known |= {e["name"].split("/")[0] for e in record.data["files"]}
+            gone = record.attempt_name in freed and not record.path(".safetensors").exists()
+            if gone:
+                row.freed += 1
+                continue
+            _look(item, wanted)
+        found.append(item)
+    if state.units:
+        at_work = {p.name for p in ledger.dir.claims.glob("*")}
+        keys = {u.key for u in state.open_units}
+        row.strays = proof_files.strays(known, ledger.dir.files, at_work, keys)
+    marked = {r.attempt_name: mark for r, mark in ledger.damaged(i.record for i in found)}
+    for item in found:
+        if not report.deep and (mark := marked.get(item.record.attempt_name)):
+            said = {f.line() for f in item.faults}
+            item.faults += [_fault_of(r) for r in mark["reasons"] if r not in said]
+    return row, found
+
+
+def _wanted(ctx: Context) -> Wanted:
+    from kimi_eagle.proof_shards import Wanted
+
+    return Wanted.of(ctx)
+
+
+def _look(item: _Unit, wanted: Wanted | None) -> None:
+    entries = item.record.data["files"]
+    item.row.files += len(entries)
+    item.row.bytes += sum(e["bytes"] for e in entries)
+    item.faults += proof_files.size_faults(item.record)
+    # A shard that is cut short or lost says no more.
+    if wanted is not None and not item.faults:
+        from kimi_eagle.proof_shards import ShardProof
+
+        item.shard = ShardProof(item.record, wanted)
+        item.faults += item.shard.quick()
+        item.readable = item.shard.opens
+
+
+def _fault_of(reason: str) -> Fault:
+    """A line of a mark, as `Fault.line` made it, or as training wrote it."""
+    return Fault(f"marked: {reason}")
+
+
+# -- deep ------------------------------------------------------------------------------------------
+
+
+def _deep(
+    ctx: Context,
+    states: dict[str, StageState],
+    todo: list[_Unit],
+    threads: int,
+    on_bytes: OnBytes | None,
+) -> None:
+    """Read every byte of the units, several at once; faults are added to them."""
+    todo = [i for i in todo if i.readable]
+    count = _Count(sum(e["bytes"] for i in todo for e in i.record.data["files"]), on_bytes)
+    with ThreadPoolExecutor(max(1, threads), "verify") as pool:
+        # Plain files first: a tokens part that is damaged says nothing about states.
+        plain = [i for i in todo if i.shard is None]
+        for item, faults in zip(plain, pool.map(lambda i: _bytes(i, count), plain), strict=True):
+            item.faults += [f for f in faults if f not in item.faults]
+        shards = [i for i in todo if i.shard is not None]
+        bad = _bad_parts(ctx, states, plain)
+        found = pool.map(lambda i: _states(i, bad, count), shards)
+        for item, faults in zip(shards, found, strict=True):
+            item.faults += [f for f in faults if f not in item.faults]
+    count.end()
+
+
+def _bytes(item: _Unit, count: _Count) -> list[Fault]:
+    return list(proof_files.byte_faults(item.record, count.add))
+
+
+def _states(item: _Unit, bad: set[str], count: _Count) -> list[Fault]:
+    part = item.unit.payload
+    return list(item.shard.deep(None if part.name in bad else part, count.add))
+
+
+def _bad_parts(ctx: Context, states: dict[str, StageState], plain: list[_Unit]) -> set[str]:
+    """Names of files of prepare that are not as recorded; read here where it is not looked at."""
+    items = [i for i in plain if i.row.stage == "prepare"]
+    if items:
+        return {f.file for i in items for f in i.faults}
+    records = ctx.ledger("prepare").records(states["prepare"].units)
+    done = [r for r in records if r.state == "done"]
+    return {f.file for r in done for f in proof_files.byte_faults(r, lambda count: None)}
+
+
+class _Count:
+    """Bytes read by all threads."""
+
+    def __init__(self, total: int, tell: OnBytes | None):
+        self._total, self._tell, self._done = total, tell, 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        if self._tell is not None:
+            with self._lock:
+                self._done += count
+                self._tell(min(self._done, self._total), self._total)
+
+    def end(self) -> None:
+        if self._tell is not None:
+            self._tell(self._total, self._total)
+
+
+# -- what comes of it ------------------------------------------------------------------------------
+
+
+def _conclude(ctx: Context, item: _Unit, report: Report) -> None:
+    """Count the unit, and mark it, or take its mark away."""
+    ledger, record, row = ctx.ledger(item.row.stage), item.record, item.row
+    name = f"{row.stage} {item.unit.name}"
+    if not item.faults:
+        row.ok += 1
+        if report.deep and ledger.damage(record):
+            report.whole_again.append(name)
+            _write(report, lambda: ledger.unmark(f"{record.unit}.{record.key}"))
+        return
+    if _changed(ctx, item):
+        row.open += 1  # somebody set it aside, or made it again, while we looked
+        return
+    row.damaged += 1
+    attempt = record.data.get("attempt", 0)
+    for fault in item.faults:
+        report.damage.append(
+            Damage(
+                row.stage,
+                item.unit.name,
+                item.unit.key,
+                attempt,
+                fault.file,
+                fault.sample_id,
+                fault.what,
+            )
+        )
+    lines = [f.line() for f in item.faults if not f.what.startswith("marked: ")]
+    samples = [f.sample_id for f in item.faults if f.sample_id]
+    whole = Record(record.stage_dir, record.data | {"unit": item.unit.name, "key": item.unit.key})
+    if lines and _write(report, lambda: ledger.mark_damaged(whole, lines, samples)):
+        report.marked.append(name)
+
+
+def _changed(ctx: Context, item: _Unit) -> bool:
+    try:
+        now = Ledger(ctx.run.stage(item.row.stage)).record(item.unit)
+    except RunError:
+        return False
+    return now is None or now.data.get("attempt") != item.record.data.get("attempt")
+
+
+def _write(report: Report, call: Callable[[], None]) -> bool:
+    if report.not_marked:
+        return False
+    try:
+        call()
+    except OSError as e:
+        report.not_marked = e.strerror or str(e)
+        return False
+    return True
+
+
+def _draft(ctx: Context, todo: list[_Unit], report: Report, deep: bool) -> Iterator[Row]:
+    """RUN/draft, where train is done."""
+    for item in todo:
+        if item.row.stage != "train" or not item.readable:
+            continue
+        entries = [e for e in item.record.data["files"] if "/" in e["name"]]
+        row = Row(DRAFT, "done", 1, len(entries), sum(e["bytes"] for e in entries))
+        if not proof_files.draft_is_of(ctx.run, item.record):
+            row.state, row.open = "open", 1
+            row.reason = "not there, or of an earlier training: `run` puts it there"
+        elif faults := list(proof_files.draft_faults(ctx.run, item.record, deep=deep)):
+            row.state, row.damaged = "damaged", 1
+            report.damage += [Damage(DRAFT, "", "", 0, f.file, None, f.what) for f in faults]
+        else:
+            row.ok = 1
+        yield row
