@@ -409,7 +409,7 @@ def test_stray_files_are_only_counted(ctx: Context) -> None:
     files.temporary_name(folder / "00001.a9.safetensors").write_bytes(b"half")
     report = proof.verify(ctx, deep=True)
     assert (report.strays, report.damage) == (2, [])
-    assert "2 files that no record names: kimi-eagle gc" in (
+    assert "2 files that nothing here names: kimi-eagle gc" in (
         CliRunner().invoke(main, ["verify", str(ctx.run.path)]).output
     )
     assert housekeeping.gc(ctx, dry_run=False)["removed"] >= 2

@@ -24,7 +24,7 @@ SHOWN = 50
 def verify(
     run_path: str, stage: str | None, deep: bool, threads: int | None, as_json: bool
 ) -> None:
-    """Check that all results of a run are there and as they were written.
+    """Check that all results of a run, or all shards of a folder, are as they were written.
 
     Without --deep: records, sizes, and of hidden states index, header, layers, verifier and probe;
     no sample is read. With --deep: every byte, every state finite, token ids and loss masks those
@@ -32,8 +32,11 @@ def verify(
     opens exactly these units again. Units that are open, or whose states `clean --hidden` freed,
     are not damaged, and live workers are not disturbed. Exit code 1 where anything is damaged.
 
+    A folder of shards that belongs to no run is held against its shards.json (`shards convert`
+    writes it), or against its indexes alone; nothing is marked there.
+
     --json: run, deep, ok, stages, damage, strays, marked, whole_again, not_marked (see
-    kimi_eagle/proof.py, Report).
+    kimi_eagle/proof/report.py).
 
     \b
     Examples:
@@ -41,13 +44,26 @@ def verify(
       kimi-eagle verify runs/kimi-k2.5 --deep
       kimi-eagle verify runs/kimi-k2.5 extract --deep --threads 16
       kimi-eagle verify runs/kimi-k2.5 --deep --json | jq '.damage[] | {unit, sample_id, what}'
+      kimi-eagle verify states-small --deep
     """
+    from pathlib import Path
+
     from rich.console import Console
 
     from kimi_eagle import proof
     from kimi_eagle.containers.start import enter
+    from kimi_eagle.errors import UsageError
     from kimi_eagle.stages.context import open_context
 
+    if proof.holds_shards(Path(run_path)):
+        if stage:
+            raise UsageError(f"a folder of shards has no stage {stage}", where=run_path)
+        with _Bar(Console(stderr=True), shown=deep and not as_json) as bar:
+            report = proof.verify_folder(
+                Path(run_path).resolve(), deep=deep, threads=threads, on_bytes=bar
+            )
+        _tell(report, as_json, f"remove {run_path}'s damaged shards, then the same shards convert")
+        return
     ctx = open_context(run_path)
     words = ["verify", str(ctx.run.path), *([stage] if stage else [])]
     words += ["--deep"] if deep else []
@@ -55,15 +71,20 @@ def verify(
     enter(ctx.run, words)
     with _Bar(Console(stderr=True), shown=deep and not as_json) as bar:
         report = proof.verify(ctx, stage=stage, deep=deep, threads=threads, on_bytes=bar)
+    _tell(report, as_json, f"kimi-eagle retry {ctx.run.path}")
+
+
+def _tell(report: Report, as_json: bool, fix: str) -> None:
+    """Print, and end with exit code 1 where anything is damaged."""
     if as_json:
         print_json(report.as_json())
     else:
-        _print(report)
+        _print(report, fix)
     if report.damage:
         click.get_current_context().exit(1)
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, fix: str) -> None:
     from rich.console import Console
 
     from kimi_eagle.display import printable
@@ -77,15 +98,20 @@ def _print(report: Report) -> None:
         click.echo(f"and {len(report.damage) - SHOWN} more: see --json")
     for name in report.whole_again:
         click.echo(f"{name} was marked as damaged; every byte of it is right now: mark removed")
+    alone = [row for row in report.rows if row.stage == "shards"]  # a folder, no run
+    for row in alone:
+        if row.reason:
+            click.echo(f"{row.stage}: {row.reason}")
     if report.strays:
-        click.echo(f"{report.strays} files that no record names: kimi-eagle gc {report.run}")
+        gc = "" if alone else f": kimi-eagle gc {report.run}"
+        click.echo(f"{report.strays} files that nothing here names{gc}")
     if report.not_marked:
         click.echo(
             f"the run cannot be written ({report.not_marked}): nothing is marked, so `retry` will "
             "find only what is missing or cut short"
         )
     if report.damage:
-        click.echo(f"fix: kimi-eagle retry {report.run}")
+        click.echo(f"fix: {fix}")
     elif not report.deep:
         click.echo("no sample was read: --deep compares every byte")
 

@@ -21,8 +21,8 @@ from kimi_eagle import files  # noqa: E402
 from kimi_eagle.data.rows import sample_id  # noqa: E402
 from kimi_eagle.errors import RunError  # noqa: E402
 from kimi_eagle.ledger import Record  # noqa: E402
-from kimi_eagle.proof_files import Fault, size_faults  # noqa: E402
-from kimi_eagle.proof_shards import ShardProof, Wanted  # noqa: E402
+from kimi_eagle.proof.files import Fault, size_faults  # noqa: E402
+from kimi_eagle.proof.shards import ShardProof, Wanted  # noqa: E402
 from kimi_eagle.rundir import StageDir  # noqa: E402
 from kimi_eagle.shards import Shard, ShardSet, ShardWriter  # noqa: E402
 

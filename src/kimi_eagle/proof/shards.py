@@ -18,10 +18,10 @@ from kimi_eagle import files
 from kimi_eagle.data.rows import sample_id
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Record
-from kimi_eagle.proof_files import Fault
+from kimi_eagle.proof.files import Fault
 from kimi_eagle.shards import Shard
 from kimi_eagle.shards.index import INDEX_FORMAT, PREFIX
-from kimi_eagle.shards.layout import MAX_HEADER, PAGE
+from kimi_eagle.shards.layout import MAX_HEADER, PAGE, index_path
 
 if TYPE_CHECKING:
     from kimi_eagle.stages.context import Context
@@ -54,20 +54,30 @@ class Wanted:
         )
 
 
-class _Proven(Shard):
-    """A shard whose samples are compared with the unit's tokens too, whenever one is checked."""
+class WatchedShard(Shard):
+    """A shard that tells how far `faults` is."""
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.tokens_of: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
-        """sample id -> ids and mask as prepare wrote them; None where these are not to be had."""
-        self.seen: Callable[[int], None] = lambda row: None
+    def watch(self, on_bytes: Callable[[int], None]) -> None:
+        """on_bytes: told of each sample that was checked, by its share of both files."""
+        total = self.index.bytes + index_path(self.path).stat().st_size
+        sizes = [int(n * total // max(1, self.tokens)) for n in self.lengths.tolist()]
+        on_bytes(total - sum(sizes))
+        self._seen = lambda row: on_bytes(sizes[row])
 
     def check(self, row: int) -> str | None:
-        try:
-            return super().check(row) or self._tokens_fault(row)
-        finally:
-            self.seen(row)
+        fault = super().check(row)
+        self._seen(row)
+        return fault
+
+
+class _Proven(WatchedShard):
+    """A shard whose samples are compared with the unit's tokens too, whenever one is checked."""
+
+    tokens_of: dict[str, tuple[np.ndarray, np.ndarray]] | None = None
+    """sample id -> ids and mask as prepare wrote them; None where these are not to be had."""
+
+    def check(self, row: int) -> str | None:
+        return super().check(row) or self._tokens_fault(row)
 
     def _tokens_fault(self, row: int) -> str | None:
         name, (ids, mask) = self.sample_ids[row], self.tokens_at(row)
@@ -155,9 +165,7 @@ class ShardProof:
         except RunError as e:
             yield Fault(e.what, self.index_entry["name"])
             return
-        sizes = self._sizes(shard)
-        shard.seen = lambda row: on_bytes(sizes[row])
-        on_bytes(self.entry["bytes"] - sum(sizes) + self.index_entry["bytes"])
+        shard.watch(on_bytes)
         if part is not None:
             try:
                 shard.tokens_of = _tokens(part)
@@ -179,11 +187,6 @@ class ShardProof:
     @property
     def _folder(self) -> Path:
         return self.record.stage_dir.files
-
-    def _sizes(self, shard: Shard) -> list[int]:
-        """About the bytes of each sample: its share of the file by tokens."""
-        tokens = max(1, shard.tokens)
-        return [int(n * self.entry["bytes"] // tokens) for n in shard.lengths.tolist()]
 
 
 def _content(shard: Shard) -> str:

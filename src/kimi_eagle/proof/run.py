@@ -1,4 +1,4 @@
-"""`verify`: is everything that the records of a run name still there, and as it was written?
+"""Is everything that the records of a run name still there, and as it was written?
 
 Quick: records, sizes, and of hidden states index, header and probe (a few ms for 100 units). Deep:
 every byte, each once, and what is damaged has a name down to the sample. What is damaged gets a
@@ -8,90 +8,26 @@ is changed, so a live worker may go on; its unit is open, not damaged.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kimi_eagle import proof_files
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.ledger import Ledger, Record, Unit
-from kimi_eagle.proof_files import Fault
+from kimi_eagle.proof import files
+from kimi_eagle.proof.files import Fault
+from kimi_eagle.proof.report import Count, Damage, OnBytes, Report, Row, threads_here
 from kimi_eagle.recipe import STAGES
 from kimi_eagle.rundir import StageDir
 from kimi_eagle.stages.context import Context
 from kimi_eagle.survey import StageState, survey
 
 if TYPE_CHECKING:
-    from kimi_eagle.proof_shards import Wanted
-
-THREADS = 4
-"""Files read at once, where there are as many cores: each digests some 10 GB/s."""
+    from kimi_eagle.proof.shards import Wanted
 
 DRAFT = "draft"
 """RUN/draft has a row of its own, after the stages."""
-
-OnBytes = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes in all), one call at a time."""
-
-
-@dataclass
-class Row:
-    """One stage. Units are ok, damaged, open, freed (states deleted by `clean --hidden`) or failed
-    (given up by their workers); files and bytes are those that the records of the others name."""
-
-    stage: str
-    state: str
-    units: int = 0
-    files: int = 0
-    bytes: int = 0
-    ok: int = 0
-    damaged: int = 0
-    open: int = 0
-    freed: int = 0
-    failed: int = 0
-    strays: int = 0
-    """Names under the stage's files that no current record knows."""
-    reason: str = ""
-
-
-@dataclass
-class Damage:
-    """One fault. unit is empty for RUN/draft; sample_id None where it lies in no one sample."""
-
-    stage: str
-    unit: str
-    key: str
-    attempt: int
-    file: str
-    sample_id: str | None
-    what: str
-
-
-@dataclass
-class Report:
-    """What `verify` found. marked and whole_again: `STAGE UNIT`; the latter were marked before, and
-    every byte of them is right now. not_marked: why damage could not be written down."""
-
-    run: str
-    deep: bool
-    rows: list[Row] = field(default_factory=list)
-    damage: list[Damage] = field(default_factory=list)
-    marked: list[str] = field(default_factory=list)
-    whole_again: list[str] = field(default_factory=list)
-    not_marked: str = ""
-
-    @property
-    def strays(self) -> int:
-        return sum(row.strays for row in self.rows)
-
-    def as_json(self) -> dict[str, Any]:
-        """The same for machines: run, deep, ok, stages, damage, strays, marked, ..."""
-        data = asdict(self) | {"ok": not self.damage, "strays": self.strays}
-        data["stages"] = data.pop("rows")
-        return data
 
 
 @dataclass
@@ -129,8 +65,7 @@ def verify(
         report.rows.append(row)
         todo += units
     if deep:
-        cores = len(os.sched_getaffinity(0))
-        _deep(ctx, states, todo, threads or min(THREADS, cores), on_bytes)
+        _deep(ctx, states, todo, threads or threads_here(), on_bytes)
     for item in todo:
         _conclude(ctx, item, report)
     if stage in (None, "train"):
@@ -142,8 +77,8 @@ def draft_faults(ctx: Context, units: list[Unit]) -> list[Fault]:
     """What differs between RUN/draft and the record of train that it was made from."""
     found = []
     for record in ctx.ledger("train").records(units):
-        if record.state == "done" and proof_files.draft_is_of(ctx.run, record):
-            found += proof_files.draft_faults(ctx.run, record, deep=True)
+        if record.state == "done" and files.draft_is_of(ctx.run, record):
+            found += files.draft_faults(ctx.run, record, deep=True)
     return found
 
 
@@ -209,7 +144,7 @@ def _quick(ctx: Context, state: StageState, report: Report) -> tuple[Row, list[_
             row.open += 1
             continue
         item = _Unit(row, unit, record)
-        item.faults += proof_files.record_faults(record, unit, row.stage)
+        item.faults += files.record_faults(record, unit, row.stage)
         if item.faults:
             item.readable = False
         elif record.state == "failed":
@@ -226,7 +161,7 @@ def _quick(ctx: Context, state: StageState, report: Report) -> tuple[Row, list[_
     if state.units:
         at_work = {p.name for p in ledger.dir.claims.glob("*")}
         keys = {u.key for u in state.open_units}
-        row.strays = proof_files.strays(known, ledger.dir.files, at_work, keys)
+        row.strays = files.strays(known, ledger.dir.files, at_work, keys)
     marked = {r.attempt_name: mark for r, mark in ledger.damaged(i.record for i in found)}
     for item in found:
         if not report.deep and (mark := marked.get(item.record.attempt_name)):
@@ -236,7 +171,7 @@ def _quick(ctx: Context, state: StageState, report: Report) -> tuple[Row, list[_
 
 
 def _wanted(ctx: Context) -> Wanted:
-    from kimi_eagle.proof_shards import Wanted
+    from kimi_eagle.proof.shards import Wanted
 
     return Wanted.of(ctx)
 
@@ -245,10 +180,10 @@ def _look(item: _Unit, wanted: Wanted | None) -> None:
     entries = item.record.data["files"]
     item.row.files += len(entries)
     item.row.bytes += sum(e["bytes"] for e in entries)
-    item.faults += proof_files.size_faults(item.record)
+    item.faults += files.size_faults(item.record)
     # A shard that is cut short or lost says no more.
     if wanted is not None and not item.faults:
-        from kimi_eagle.proof_shards import ShardProof
+        from kimi_eagle.proof.shards import ShardProof
 
         item.shard = ShardProof(item.record, wanted)
         item.faults += item.shard.quick()
@@ -272,7 +207,7 @@ def _deep(
 ) -> None:
     """Read every byte of the units, several at once; faults are added to them."""
     todo = [i for i in todo if i.readable]
-    count = _Count(sum(e["bytes"] for i in todo for e in i.record.data["files"]), on_bytes)
+    count = Count(sum(e["bytes"] for i in todo for e in i.record.data["files"]), on_bytes)
     with ThreadPoolExecutor(max(1, threads), "verify") as pool:
         # Plain files first: a tokens part that is damaged says nothing about states.
         plain = [i for i in todo if i.shard is None]
@@ -286,11 +221,11 @@ def _deep(
     count.end()
 
 
-def _bytes(item: _Unit, count: _Count) -> list[Fault]:
-    return list(proof_files.byte_faults(item.record, count.add))
+def _bytes(item: _Unit, count: Count) -> list[Fault]:
+    return list(files.byte_faults(item.record, count.add))
 
 
-def _states(item: _Unit, bad: set[str], count: _Count) -> list[Fault]:
+def _states(item: _Unit, bad: set[str], count: Count) -> list[Fault]:
     part = item.unit.payload
     return list(item.shard.deep(None if part.name in bad else part, count.add))
 
@@ -302,25 +237,7 @@ def _bad_parts(ctx: Context, states: dict[str, StageState], plain: list[_Unit]) 
         return {f.file for i in items for f in i.faults}
     records = ctx.ledger("prepare").records(states["prepare"].units)
     done = [r for r in records if r.state == "done"]
-    return {f.file for r in done for f in proof_files.byte_faults(r, lambda count: None)}
-
-
-class _Count:
-    """Bytes read by all threads."""
-
-    def __init__(self, total: int, tell: OnBytes | None):
-        self._total, self._tell, self._done = total, tell, 0
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        if self._tell is not None:
-            with self._lock:
-                self._done += count
-                self._tell(min(self._done, self._total), self._total)
-
-    def end(self) -> None:
-        if self._tell is not None:
-            self._tell(self._total, self._total)
+    return {f.file for r in done for f in files.byte_faults(r, lambda count: None)}
 
 
 # -- what comes of it ------------------------------------------------------------------------------
@@ -386,10 +303,10 @@ def _draft(ctx: Context, todo: list[_Unit], report: Report, deep: bool) -> Itera
             continue
         entries = [e for e in item.record.data["files"] if "/" in e["name"]]
         row = Row(DRAFT, "done", 1, len(entries), sum(e["bytes"] for e in entries))
-        if not proof_files.draft_is_of(ctx.run, item.record):
+        if not files.draft_is_of(ctx.run, item.record):
             row.state, row.open = "open", 1
             row.reason = "not there, or of an earlier training: `run` puts it there"
-        elif faults := list(proof_files.draft_faults(ctx.run, item.record, deep=deep)):
+        elif faults := list(files.draft_faults(ctx.run, item.record, deep=deep)):
             row.state, row.damaged = "damaged", 1
             report.damage += [Damage(DRAFT, "", "", 0, f.file, None, f.what) for f in faults]
         else:
