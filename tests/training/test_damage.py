@@ -86,6 +86,23 @@ def test_a_step_without_a_sample_left_does_no_harm(run, recipe_for, corpus, copi
     assert all(np.isfinite(w).all() for w in weights.values())
 
 
+@pytest.mark.campaign
+def test_data_workers_do_the_same(run, recipe_for, corpus, copies, tmp_path):
+    """Named once whichever worker meets it; the losses are those of one process."""
+    from kimi_eagle.training import curves
+
+    flip(copies, corpus.order[4])
+    losses = []
+    for workers in (0, 2):
+        work = tmp_path / f"work{workers}"
+        run(recipe_for(on_damage="skip", seq_len=256, data_workers=workers), work, shards=copies)
+        assert [d.sample for d in damage.read(work / damage.NAME)] == [corpus.order[4]]
+        losses.append([line.get("loss") for line in curves.read(work / "curves.jsonl")])
+    assert losses[0] == losses[1]
+    with pytest.raises(RunError, match=corpus.order[4]):
+        run(recipe_for(seq_len=256, data_workers=1), tmp_path / "stop", shards=copies)
+
+
 def test_a_file_that_is_gone_is_no_damage(run, recipe_for, copies, tmp_path):
     """A lost disk must not pass as samples to be skipped."""
     from kimi_eagle.training.damage import DamageLog

@@ -16,11 +16,11 @@ def ranks(verifier, corpus):
     """`launch.run` with one torchrun rank."""
     from kimi_eagle.training import launch
 
-    def call(recipe, workdir: Path, progress: list, stop_at: int | None = None):
+    def call(recipe, workdir: Path, progress: list, stop_at: int | None = None, shards=None):
         return launch.run(
             recipe,
             verifier,
-            ShardSet(corpus.shards),
+            ShardSet(shards or corpus.shards),
             d2t=corpus.d2t,
             t2d=corpus.t2d,
             workdir=workdir,
@@ -49,6 +49,21 @@ def test_stopped_under_torchrun_and_finished_in_process(ranks, run, recipe_for, 
     whole = run(recipe, tmp_path / "one")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "one"), rel=0.02)
     assert (again.steps, again.tokens) == (whole.steps, whole.tokens)
+
+
+@pytest.mark.campaign
+def test_a_rank_that_meets_damage_names_the_sample(ranks, recipe_for, corpus, tmp_path) -> None:
+    from kimi_eagle.training import damage
+
+    (tmp_path / "shards").mkdir()
+    shards = corpus.write(tmp_path / "shards")
+    with open(shards[1], "r+b") as f:
+        f.seek(5000)
+        f.write(bytes(8))
+    with pytest.raises(RunError, match="damaged hidden states"):
+        ranks(recipe_for(), tmp_path / "work", [], shards=shards)
+    (met,) = damage.read(tmp_path / "work" / damage.NAME)
+    assert met.shard == shards[1].name and not met.skipped
 
 
 def test_a_rank_that_fails_is_named_with_its_error(ranks, recipe_for, corpus, tmp_path) -> None:

@@ -7,7 +7,7 @@ any number of ranks: the same indices in the same order. A step takes the longes
 that longest-processing-time-first scheduling puts into `ranks` bins of seq_len tokens, found by
 the same bisection. Theirs sorts with numpy and keeps a rank's batch at every try; here a try keeps
 only the fill of the bins, and a batch is put together when it is asked for. 1,000,000 samples of
-2,000 tokens, seq_len 20,000, 8 ranks: 0.8 s against 4.8 s (one core).
+2,000 tokens, seq_len 20,000, 8 ranks: 0.9 s against 4.7 s (one core).
 
 What the order is: epoch e is `default_rng(seed + e).permutation(n)` (window 0). With window N the
 shards come in a random order and samples are mixed within N shards at a time, so that a disk
@@ -16,8 +16,8 @@ reads in few places; N at or above the number of shards gives window 0's order.
 A position is (epoch, step): `batches(epoch, rank)[step:]` goes on from there and reads nothing of
 what lies before. The order does not depend on the number of ranks and each step takes a run of it
 (`first_sample`): with another number of ranks the same samples come in the same order, but in
-other steps, so a position taken within an epoch means other samples then. Where the ranks change,
-either start at the end of an epoch or count samples: `step_at(epoch, first_sample)`.
+other steps, so a position taken within an epoch means other samples then. Who goes on with other
+ranks counts samples, as training does: `step_at(epoch, samples)` reads none of them twice.
 
 As there, the last samples of an epoch are left out when fewer than `ranks` remain; samples longer
 than seq_len count as seq_len.
