@@ -99,15 +99,12 @@ def convert(
       kimi-eagle shards convert prepared states --layers 2,15,27,30
       kimi-eagle shards convert old-dumps states --verifier /models/llama
     """
-    import warnings
     from pathlib import Path
 
+    from kimi_eagle.conversion import to_shards as room
+    from kimi_eagle.conversion.opening import kind_of_path
     from kimi_eagle.errors import UsageError
-    from kimi_eagle.shards import convert as room
-    from kimi_eagle.shards.opening import kind_of_path
 
-    # fp8 encodes straight from read-only maps; torch has no read-only tensors, and nothing writes.
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
     if target == "speculators" and (codec not in (None, "raw") or shard_tokens is not None):
         raise UsageError(
             "speculators reads one raw file a sample",
@@ -125,7 +122,7 @@ def convert(
     ) as bar:
         steps |= {"on_start": bar.update, "on_progress": bar.update}
         if target == "speculators":
-            from kimi_eagle.shards.export import to_speculators
+            from kimi_eagle.conversion.to_speculators import to_speculators
 
             found = to_speculators(source, Path(out), **steps)
         else:
@@ -166,9 +163,9 @@ def info(path: str, as_json: bool) -> None:
     """
     from pathlib import Path
 
+    from kimi_eagle.conversion.opening import kind_of_path, shards_of
     from kimi_eagle.errors import UsageError
     from kimi_eagle.shards import info as room
-    from kimi_eagle.shards.opening import kind_of_path, shards_of
 
     where = Path(path)
     kind = kind_of_path(where)
@@ -227,9 +224,9 @@ def _source(
     num_layers: int | None,
     verifier: str | None,
 ) -> Any:
+    from kimi_eagle.conversion.opening import open_source
+    from kimi_eagle.conversion.sources import StoreSource
     from kimi_eagle.errors import UsageError
-    from kimi_eagle.shards.opening import open_source
-    from kimi_eagle.shards.sources import StoreSource
 
     if kind != "run":
         opened = None
@@ -291,7 +288,7 @@ def _files(records: list[Any]) -> list[tuple[Path, str | None]]:
 
 
 def _say_size(source: Any, codec: str, out: Path, target: str, *, quiet: bool) -> None:
-    from kimi_eagle.shards.convert import need
+    from kimi_eagle.conversion.to_shards import need
 
     notes = list(source.notes)
     if "fp8" in getattr(source, "codecs", ()) and codec != "fp8":

@@ -133,12 +133,18 @@ def quantise(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray, ErrorReport]:
     """
     import torch
 
-    values = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).float()
+    values = torch.from_numpy(_float32(bits))
     scales = values.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny * E4M3_MAX) / E4M3_MAX
     stored = (values / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    found = dequantise(stored, scales.numpy())
-    back = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16).float()
+    back = torch.from_numpy(_float32(dequantise(stored, scales.numpy())))
     return stored, scales.numpy(), ErrorReport.of(values, back)
+
+
+def _float32(bits: np.ndarray) -> np.ndarray:
+    """bfloat16 bits as the float32 values that they stand for."""
+    values = bits.astype(np.uint32)
+    values <<= np.uint32(16)
+    return values.view(np.float32)
 
 
 def dequantise(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kimi_eagle.errors import RunError
 from kimi_eagle.shards.codecs import ErrorReport
-from kimi_eagle.shards.sources import OWN_KEYS
+from kimi_eagle.shards.layout import OWN_KEYS
 from kimi_eagle.shards.store import ShardSet
 
 QUANTILES = (0, 50, 90, 99, 100)

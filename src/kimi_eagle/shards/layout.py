@@ -24,6 +24,9 @@ CODECS = ("raw", "lossless", "fp8")
 """raw: the bfloat16 bits. lossless: the same bits, about 0.71 of the size. fp8: e4m3 with a scale
 for each token and layer, half the size, not the same values."""
 
+OWN_KEYS = ("format", "codec", "layers", "hidden_size")
+"""Metadata that a writer sets itself."""
+
 PAGE = 4096
 MAX_HEADER = 1 << 20
 ALIGN = 8

@@ -1,9 +1,9 @@
 """What `convert` reads: samples by number, wherever they come from.
 
-Every source answers the same few questions, so that the two writers (`convert.py`, `export.py`)
-know of no format. A sample that cannot be had is an answer too (`Bad`), not an exception: whether
-it stops everything is for the caller to say. Here is the source that needs nothing but our own
-shards; `foreign.py` and `dumps.py` hold the others.
+Every source answers the same few questions, so that the two writers (`to_shards.py` and
+`to_speculators.py`) know of no format. A sample that cannot be had is an answer too (`Bad`), not an
+exception: whether it stops everything is for the caller to say. Here is the source that needs
+nothing but our own shards; `speculators_files.py` and `dumps.py` hold the others.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import numpy as np
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
+from kimi_eagle.shards.layout import OWN_KEYS
 from kimi_eagle.shards.store import ShardSet
 
-OWN_KEYS = ("format", "codec", "layers", "hidden_size")
-"""Metadata that a writer sets itself."""
 COPIED = 1 << 20
 """States below so many bytes are copied out of their map. A view keeps its whole shard open, and
 whoever waits for the disk with a thousand samples of small shards had no file descriptor left."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kimi_eagle.conversion.sources import Bad, Sample, Source, Stream, kind_of
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.shards import folder
-from kimi_eagle.shards.layout import CODECS, index_path
+from kimi_eagle.shards.layout import CODECS, OWN_KEYS, index_path
 from kimi_eagle.shards.reader import Shard
-from kimi_eagle.shards.sources import OWN_KEYS, Bad, Sample, Source, Stream, kind_of
 from kimi_eagle.shards.writer import ShardWriter
 
 SHARD_TOKENS = 1_000_000

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kimi_eagle.conversion.sources import Source, StoreSource
 from kimi_eagle.errors import UsageError
 from kimi_eagle.shards import folder
 from kimi_eagle.shards.layout import index_path
-from kimi_eagle.shards.sources import Source, StoreSource
 
 KINDS = ("run", "shards", "speculators", "pt")
 
@@ -74,10 +74,10 @@ def open_source(
         return StoreSource(path, shards_of(path))
     meta = {"verifier_id": verifier.id()} if verifier is not None else {}
     if kind == "pt":
-        from kimi_eagle.shards.dumps import DumpSource
+        from kimi_eagle.conversion.dumps import DumpSource
 
         return DumpSource(path, layers, num_layers, verifier, meta)
-    from kimi_eagle.shards.foreign import SpeculatorsSource
+    from kimi_eagle.conversion.speculators_files import SpeculatorsSource
 
     source = SpeculatorsSource(path, layers, meta)
     if verifier is not None:

@@ -28,11 +28,11 @@ from foreign_states import (  # noqa: E402
     write_dumps,
     write_speculators,
 )
+from kimi_eagle.conversion.opening import open_source  # noqa: E402
+from kimi_eagle.conversion.to_shards import to_shards  # noqa: E402
 from kimi_eagle.errors import RunError, UsageError  # noqa: E402
 from kimi_eagle.shards import Shard  # noqa: E402
-from kimi_eagle.shards.convert import to_shards  # noqa: E402
 from kimi_eagle.shards.folder import open_folder  # noqa: E402
-from kimi_eagle.shards.opening import open_source  # noqa: E402
 
 SAMPLES = make(8)
 
@@ -310,7 +310,7 @@ def test_damaged_files_of_states_are_named(tmp_path, case):
 
 
 def test_bits_that_flipped_in_what_we_exported_are_found(tmp_path):
-    from kimi_eagle.shards.export import to_speculators
+    from kimi_eagle.conversion.to_speculators import to_speculators
 
     path = write_speculators(tmp_path / "in", SAMPLES)
     to_speculators(prepared(path), tmp_path / "ours")

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from kimi_eagle import files
+from kimi_eagle.conversion.sources import Bad, Sample, Source
 from kimi_eagle.data.rows import sample_id
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.shards.codecs import finite
-from kimi_eagle.shards.sources import Bad, Sample, Source
 
 CONFIG = "data_config.json"
 KNOWN = re.compile(r"0\.[34]\.\d+(\.post\d+)?")

@@ -4,8 +4,8 @@ Reads DIR/*.arrow (`input_ids`, `loss_mask`) and DIR/hidden_states/hs_{i}.safete
 (`hidden_states` BF16 [T, L, H], `token_ids` [T]), i being the number of the row: what speculators
 0.5 to 0.9 write and its FileTransfer reads (hs_connectors 0.9.0, transfer.py). Neither says which
 layers the states are of, so the user has to, unless a `states.json` of ours lies beside
-(`export.py`). Their ids are vLLM's and ours: the state entering layer k, and the number of layers
-for what leaves the last one, before the final norm.
+(`to_speculators.py`). Their ids are vLLM's and ours: the state entering layer k, and the number of
+layers for what leaves the last one, before the final norm.
 
 A file of a row that was shuffled since would give another text's states without a word: rows
 whose token ids differ are left out by name.
@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 from kimi_eagle import files
+from kimi_eagle.conversion.sources import Bad, Sample, Source
 from kimi_eagle.data.rows import sample_id
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.shards.codecs import finite
 from kimi_eagle.shards.layout import digest64
-from kimi_eagle.shards.sources import Bad, Sample, Source
 
 STATES = "hidden_states"
 SIGN = "states.json"

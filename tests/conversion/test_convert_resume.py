@@ -13,11 +13,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from foreign_states import make, same, tree, write_shards  # noqa: E402
-from kimi_eagle.shards import convert as room  # noqa: E402
-from kimi_eagle.shards.convert import to_shards  # noqa: E402
-from kimi_eagle.shards.export import to_speculators  # noqa: E402
+from kimi_eagle.conversion import to_shards as room  # noqa: E402
+from kimi_eagle.conversion.opening import open_source  # noqa: E402
+from kimi_eagle.conversion.to_shards import to_shards  # noqa: E402
+from kimi_eagle.conversion.to_speculators import to_speculators  # noqa: E402
 from kimi_eagle.shards.folder import open_folder, read_manifest  # noqa: E402
-from kimi_eagle.shards.opening import open_source  # noqa: E402
 
 SAMPLES = make(60, hidden=64, longest=60)
 
@@ -27,9 +27,9 @@ KILLER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import pyarrow.parquet
-from kimi_eagle.shards.convert import to_shards
-from kimi_eagle.shards.export import to_speculators
-from kimi_eagle.shards.opening import open_source
+from kimi_eagle.conversion.to_shards import to_shards
+from kimi_eagle.conversion.to_speculators import to_speculators
+from kimi_eagle.conversion.opening import open_source
 
 if sys.argv[1] == "speculators":
     import datasets, safetensors.torch

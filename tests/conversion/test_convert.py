@@ -24,17 +24,17 @@ from foreign_states import (  # noqa: E402
     write_shards,
     write_speculators,
 )
+from kimi_eagle.conversion import to_shards as room  # noqa: E402
+from kimi_eagle.conversion.opening import open_source  # noqa: E402
+from kimi_eagle.conversion.to_shards import to_shards  # noqa: E402
+from kimi_eagle.conversion.to_speculators import to_speculators  # noqa: E402
 from kimi_eagle.errors import RunError, UsageError  # noqa: E402
 from kimi_eagle.shards import (  # noqa: E402
     Shard,
     ShardSet,
     store,  # noqa: E402
 )
-from kimi_eagle.shards import convert as room  # noqa: E402
-from kimi_eagle.shards.convert import to_shards  # noqa: E402
-from kimi_eagle.shards.export import to_speculators  # noqa: E402
 from kimi_eagle.shards.folder import open_folder  # noqa: E402
-from kimi_eagle.shards.opening import open_source  # noqa: E402
 
 SAMPLES = make(23)
 BF16 = ("raw", "lossless")

@@ -4,8 +4,8 @@ Writes OUT/data-00000-of-00001.arrow with what `load_from_disk` wants beside it 
 `input_ids`, `loss_mask`, `seq_len`, `sample_id`), and OUT/hidden_states/hs_{row}.safetensors
 (`hidden_states` BF16 [T, L, H], `token_ids` I64 [T]), as its FileTransfer wants them (hs_connectors
 0.9.0). OUT/states.json says what speculators has no place for: layer ids, verifier, engine, and the
-source; `foreign.py` reads it back. Each file of states carries its sample's id and content digest
-in its metadata, which other readers pass over.
+source; `speculators_files.py` reads it back. Each file of states carries its sample's id and
+content digest in its metadata, which other readers pass over.
 
 A file of states gets its name when its bytes are on disk, so what a killed process left is whole
 or not there, and the next one goes on behind it. Rows are streamed: a sample at a time in memory.
@@ -22,12 +22,19 @@ from typing import Any
 import numpy as np
 
 from kimi_eagle import files
+from kimi_eagle.conversion.sources import Bad, Sample, Source, Stream
+from kimi_eagle.conversion.speculators_files import (
+    FORMAT,
+    PROOF,
+    SIGN,
+    STATES,
+    proof_of,
+    states_file,
+)
+from kimi_eagle.conversion.to_shards import Result, check_room, common_meta, leave_out, need
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.shards import folder
-from kimi_eagle.shards.convert import Result, check_room, common_meta, leave_out, need
-from kimi_eagle.shards.foreign import FORMAT, PROOF, SIGN, STATES, proof_of, states_file
 from kimi_eagle.shards.layout import digest64
-from kimi_eagle.shards.sources import Bad, Sample, Source, Stream
 
 ARROW = "data-00000-of-00001.arrow"
 INFO_FILES = ("dataset_info.json", "state.json")
