@@ -460,3 +460,20 @@ def test_more_shards_than_files_may_be_open(tmp_path):
             assert [s["hidden_states"][0, 0, 0] for s in opened.read(range(60))] == found
     """)
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=60)
+
+
+def test_a_pickled_set_opens_only_what_it_reads(tmp_path):
+    """With the digests that the indexes had: one that changed since is no index of this set."""
+    paths = [write(tmp_path, make(5, seed=s), f"u{s}") for s in range(4)]
+    store = ShardSet(paths)
+    copy = pickle.dumps(store)
+    index_path(paths[0]).unlink()
+    index_path(paths[1]).write_bytes(index_path(paths[2]).read_bytes())
+    again = pickle.loads(copy)
+    assert again.ids == store.ids and np.array_equal(again.lengths, store.lengths)
+    assert np.array_equal(again.proven(17)["hidden_states"], store.at(17)["hidden_states"])
+    assert again.number(store.ids[12]) == 12
+    with pytest.raises(RunError, match="cannot be read"):
+        again.proven(0)
+    with pytest.raises(RunError, match="not the one that was recorded"):
+        again.proven(5)

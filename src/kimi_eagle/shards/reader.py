@@ -25,7 +25,7 @@ import numpy as np
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
 from kimi_eagle.shards import codecs, pages
-from kimi_eagle.shards.index import AGAIN, read
+from kimi_eagle.shards.index import AGAIN, Index, read
 from kimi_eagle.shards.layout import ALIGN, DTYPES, FORMAT, MAX_HEADER, Layout, digest64, index_path
 
 
@@ -51,21 +51,33 @@ class _Mapped:
 class Shard:
     """One shard; may be pickled (data workers map the file anew) and used from many threads."""
 
-    def __init__(self, path: Path, index_digest: str | None = None):
-        """index_digest: xxh3-128 that the index file must have (records hold it).
+    def __init__(self, path: Path, index_digest: str | None = None, *, later: bool = False):
+        """index_digest: xxh3-128 that the index file must have (records hold it). later: open the
+        index when it is first needed.
 
         RunError where the index is missing, damaged or not a shard's.
         """
         self.path, self._index_digest = Path(path), index_digest
-        self.index = read(index_path(self.path), index_digest)
         self._lock = threading.Lock()
         self._map: _Mapped | None = None
+        if not later:
+            _ = self.index
+
+    @cached_property
+    def index(self) -> Index:
+        """What the index says."""
+        return read(index_path(self.path), self._index_digest)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "index_digest": self._index_digest}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
+
+    @property
+    def index_digest(self) -> str:
+        """xxh3-128 of the index file."""
+        return self._index_digest or self.index.digest
 
     # -- from the index --------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ OPEN = 400
 
 class ShardSet:
     """Samples numbered 0..n-1: shards in the order given, samples in file order; a sample found
-    twice counts once (the first). Picklable; usable from many threads."""
+    twice counts once (the first). May be pickled, and used from many threads."""
 
     def __init__(self, paths: Iterable[Path], index_digests: Sequence[str | None] | None = None):
         """index_digests: the xxh3-128 that each index must have, from the records.
@@ -70,13 +70,15 @@ class ShardSet:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            "paths": [s.path for s in self.shards],
-            "index_digests": [s.index.digest for s in self.shards],
-        }
+        """Without maps and indexes: a data worker opens those of the shards that it reads."""
+        shards = [(s.path, s.index_digest) for s in self.shards]
+        left_out = ("_lock", "_open", "_number_of")
+        return {k: v for k, v in vars(self).items() if k not in left_out} | {"shards": shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        self.__dict__.update(state)
+        self.shards = [Shard(p, d, later=True) for p, d in state["shards"]]
+        self._lock, self._open = threading.Lock(), deque[Shard]()
 
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self._number_of
