@@ -113,6 +113,16 @@ def test_a_finished_run_is_left_as_it_is(reference: Path, eagle) -> None:
     assert shown["result"]["identical_outputs"] is True
 
 
+def test_every_byte_of_a_finished_run_is_proven(reference: Path, eagle) -> None:
+    done = eagle("verify", reference, "--deep", "--json")
+    assert done.returncode == 0, done.stderr + done.stdout
+    shown = json.loads(done.stdout)
+    assert [s["stage"] for s in shown["stages"]] == [*STAGES, "draft"]
+    assert all(s["ok"] == s["units"] > 0 for s in shown["stages"])
+    assert shown["deep"] and shown["damage"] == []
+    assert shown["strays"] <= 2  # working folders of train and benchmark, which `gc` removes
+
+
 def edited(path: Path, **changes: str) -> Path:
     """The tiny recipe with lines replaced, its relative paths made absolute."""
     text = TINY.read_text().replace("../../", f"{ROOT}/")

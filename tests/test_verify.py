@@ -23,7 +23,7 @@ from kimi_eagle.proof import Report  # noqa: E402
 from kimi_eagle.recipe import STAGES  # noqa: E402
 from kimi_eagle.shards import Shard  # noqa: E402
 from kimi_eagle.stages.context import Context, GateShut, open_context  # noqa: E402
-from kimi_eagle.survey import survey  # noqa: E402
+from kimi_eagle.survey import explain, survey  # noqa: E402
 from kimi_eagle.worker import Worker  # noqa: E402
 
 UNITS = ("00000", "00001", "00002", "00003", "00004", "00005")
@@ -409,7 +409,7 @@ def test_stray_files_are_only_counted(ctx: Context) -> None:
     files.temporary_name(folder / "00001.a9.safetensors").write_bytes(b"half")
     report = proof.verify(ctx, deep=True)
     assert (report.strays, report.damage) == (2, [])
-    assert "2 files that nothing here names: kimi-eagle gc" in (
+    assert "2 leftovers that no record names: kimi-eagle gc" in (
         CliRunner().invoke(main, ["verify", str(ctx.run.path)]).output
     )
     assert housekeeping.gc(ctx, dry_run=False)["removed"] >= 2
@@ -456,6 +456,8 @@ def test_retry_opens_only_what_is_damaged_and_the_same_bytes_come_back(
     assert marks(ctx) == []
     found = {s.name: s for s in survey(ctx)}
     assert [u.name for u in found["extract"].open_units] == ["00001", "00004"]
+    why = {e["stage"]: e for e in explain(ctx)}
+    assert why["extract"]["changes"] == {"set aside: damaged": 2}
     assert extract(ctx) == ["00001", "00004"]
     assert proof.verify(ctx, deep=True).damage == []
     assert {s.state for s in survey(ctx)} == {"skipped", "done"}

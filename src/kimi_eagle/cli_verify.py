@@ -99,12 +99,12 @@ def _print(report: Report, fix: str) -> None:
     for name in report.whole_again:
         click.echo(f"{name} was marked as damaged; every byte of it is right now: mark removed")
     alone = [row for row in report.rows if row.stage == "shards"]  # a folder, no run
-    for row in alone:
-        if row.reason:
-            click.echo(f"{row.stage}: {row.reason}")
+    for row in report.rows:
+        if row.reason and row.state not in ("skipped", "waiting"):
+            click.echo(printable(f"{row.stage}: {row.reason}"))
     if report.strays:
         gc = "" if alone else f": kimi-eagle gc {report.run}"
-        click.echo(f"{report.strays} files that nothing here names{gc}")
+        click.echo(f"{report.strays} leftovers that no record names{gc}")
     if report.not_marked:
         click.echo(
             f"the run cannot be written ({report.not_marked}): nothing is marked, so `retry` will "

@@ -247,6 +247,12 @@ class Ledger:
         files.fsync_dir(path.parent)
         return target
 
+    def reason_aside(self, unit: Unit) -> str | None:
+        """Why the unit's last record under this key was set aside, if one was."""
+        found = self.dir.records.glob(f"{unit.name}.{unit.key}.aside-*")
+        last = max((p.name for p in found), key=lambda n: n.rpartition("-")[2], default=None)
+        return last and last.partition(".aside-")[2].rpartition("-")[0]
+
     # -- damage --------------------------------------------------------------------------------
 
     def mark_damaged(self, record: Record, reasons: list[str], samples: list[str]) -> None:

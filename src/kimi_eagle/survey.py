@@ -82,8 +82,10 @@ def _changes(ledger: Ledger, units: list[Unit]) -> dict[str, Any]:
     for unit in units:
         old = ledger.records_of(unit.name)
         if not old:
-            tries = ledger.failures(unit)
+            tries, aside = ledger.failures(unit), ledger.reason_aside(unit)
             texts = [f"tried, failed: {tries[-1]}" if tries else "never done"]
+            if aside == "damaged":
+                texts = ["set aside: damaged"]
         else:
             texts = _differences(old[0].data["parts"], unit.parts)
         for text in texts:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -92,6 +94,25 @@ def test_what_verify_says_to_do_mends_a_folder(bare: Path, made: Path) -> None:
     done = CliRunner().invoke(main, [*words, "--shard-tokens", "43"])
     assert done.exit_code == 0, done.output
     assert path.read_bytes() == before and damage(verify(made, "--deep", "--json")) == []
+
+
+def test_a_block_that_the_disk_cannot_read_is_named(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sorted(bare.glob("*.safetensors"))[1]
+    shard, read = Shard(path), os.preadv
+    bad = 4096 + 2 * 2 * 16 * int(shard.lengths[0])  # in the states of the second sample
+
+    def preadv(fd: int, buffers: list, at: int) -> int:
+        same = os.path.samestat(os.fstat(fd), path.stat())
+        if same and at <= bad < at + sum(b.nbytes for b in buffers):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    done = verify(bare, "--deep", "--json")
+    assert damage(done) == [(path.name, shard.sample_ids[1])]
+    assert "Input/output error" in json.loads(done.stdout)["damage"][0]["what"]
 
 
 def test_a_manifest_tells_what_indexes_alone_cannot(made: Path, bare: Path) -> None:

@@ -95,4 +95,5 @@ def _shard(
             faults.append(Fault(f"{what} {found}, {MANIFEST} says {expected}", index))
     shard.watch(on_bytes)
     faults += [Fault(f.what, name, f.sample_id) for f in shard.faults(deep=deep)]
+    shard.close()
     return faults, (shard.layers, shard.hidden_size)

@@ -7,6 +7,7 @@ those of the header and of every sample. So a shard's bytes are read once, and a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from kimi_eagle import files
 from kimi_eagle.data.rows import sample_id
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Record
-from kimi_eagle.proof.files import Fault
+from kimi_eagle.proof.files import BLOCK, Fault
 from kimi_eagle.shards import Shard
 from kimi_eagle.shards.index import INDEX_FORMAT, PREFIX
 from kimi_eagle.shards.layout import MAX_HEADER, PAGE, index_path
@@ -55,19 +56,38 @@ class Wanted:
 
 
 class WatchedShard(Shard):
-    """A shard that tells how far `faults` is."""
+    """A shard that tells how far `faults` is, and outlives a disk that cannot read a block."""
 
     def watch(self, on_bytes: Callable[[int], None]) -> None:
-        """on_bytes: told of each sample that was checked, by its share of both files."""
+        """Before `faults`. on_bytes: told of each sample, by its share of both files."""
         total = self.index.bytes + index_path(self.path).stat().st_size
         sizes = [int(n * total // max(1, self.tokens)) for n in self.lengths.tolist()]
         on_bytes(total - sum(sizes))
         self._seen = lambda row: on_bytes(sizes[row])
 
     def check(self, row: int) -> str | None:
-        fault = super().check(row)
-        self._seen(row)
-        return fault
+        try:
+            return self._unreadable(row) or super().check(row)
+        finally:
+            self._seen(row)
+
+    def _unreadable(self, row: int) -> str | None:
+        """Read a sample by read(2) first: where a block is bad this says so, when the same block
+        under a map would end the process (SIGBUS). Brings the pages in, too."""
+        mapped, buffer = self._mapped, bytearray(BLOCK)
+        try:
+            with open(self.path, "rb", buffering=0) as f:
+                for part in (*self._stored(row), *self.tokens_at(row)):
+                    at = part.__array_interface__["data"][0] - mapped.base
+                    end = at + part.nbytes
+                    while at < end:
+                        view = memoryview(buffer)[: min(BLOCK, end - at)]
+                        if not (count := os.preadv(f.fileno(), [view], at)):
+                            return "the file ends before it"
+                        at += count
+        except OSError as e:
+            return f"cannot be read: {e.strerror}"
+        return None
 
 
 class _Proven(WatchedShard):
@@ -179,6 +199,7 @@ class ShardProof:
             yield Fault("info.content is not what the index says")
         for fault in shard.faults(deep=True):
             yield Fault(fault.what, self._file, fault.sample_id)
+        shard.close()
 
     @property
     def _file(self) -> str:
