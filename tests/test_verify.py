@@ -179,6 +179,10 @@ def _other_units_files(ctx: Context) -> None:
     edit(ctx, "00002", "extract", lambda data: data.update(files=other))
 
 
+def _half_a_list(ctx: Context) -> None:
+    edit(ctx, "00002", "extract", lambda data: data["files"].pop())
+
+
 def _no_json(ctx: Context) -> None:
     (path,) = ctx.run.stage("extract").records.glob("00002.*.json")
     path.write_text(path.read_text()[:100])
@@ -202,6 +206,7 @@ ONE = {("extract", "00002")}
         (_tokens_edited, ONE, "tokens"),
         (_parts_edited, ONE, "parts"),
         (_other_units_files, ONE, "not a file of this attempt"),
+        (_half_a_list, ONE, "expected ['safetensors', 'index.parquet']"),
         (_no_json, ONE, "not a record"),
     ],
 )
@@ -401,6 +406,17 @@ def test_freed_states_are_not_damaged_but_lost_ones_are(ctx: Context) -> None:
         assert (row.freed, row.ok, row.damaged) == (len(UNITS), 0, 0) and not report.damage
     assert housekeeping.retry(ctx) == {}
     assert survey(ctx)[STAGES.index("extract")].state == "done"
+
+
+def test_states_that_are_freed_meanwhile_are_not_damaged(ctx: Context) -> None:
+    def meanwhile(done: int, total: int) -> None:
+        if not ctx.run.stage("extract").freed.exists():
+            housekeeping.clean_hidden(ctx)
+
+    report = proof.verify(ctx, deep=True, on_bytes=meanwhile)
+    row = report.rows[STAGES.index("extract")]
+    assert report.damage == [] and marks(ctx) == [] and row.freed + row.ok == len(UNITS)
+    assert row.freed > 0
 
 
 def test_stray_files_are_only_counted(ctx: Context) -> None:

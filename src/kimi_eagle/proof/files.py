@@ -17,6 +17,8 @@ from kimi_eagle.ledger import Record, Unit
 from kimi_eagle.rundir import RunDir
 
 BLOCK = 1 << 22
+STATES = ["safetensors", "index.parquet"]
+"""What a unit of extract consists of."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,11 @@ def record_faults(record: Record, unit: Unit, stage: str) -> Iterator[Fault]:
     for entry in data["files"]:
         if not entry["name"].startswith(start) or ".." in entry["name"]:
             yield Fault("not a file of this attempt", entry["name"])
-    if data.get("state") == "done" and not data["files"]:
+    kinds = [e["name"].removeprefix(start) for e in data["files"]]
+    if data.get("state") == "done" and not kinds:
         yield Fault("names no file")
+    elif data.get("state") == "done" and stage == "extract" and kinds != STATES:
+        yield Fault(f"names {kinds}, expected {STATES}")
 
 
 def _entries_whole(entries: object) -> bool:
