@@ -221,8 +221,8 @@ def _footer(data: bytes) -> tuple[int, dict[str, str]]:
     import pyarrow.parquet as pq
 
     found = pq.ParquetFile(pa.BufferReader(data)).metadata
-    texts = {k.decode(): v.decode() for k, v in (found.metadata or {}).items()}
-    return found.num_rows, {k.removeprefix(PREFIX): v for k, v in texts.items()}
+    texts = found.metadata or {}
+    return found.num_rows, {k.decode().removeprefix(PREFIX): v.decode() for k, v in texts.items()}
 
 
 def _tokens(part: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
