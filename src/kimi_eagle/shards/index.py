@@ -32,15 +32,25 @@ LOSSLESS_COLUMNS = {"offset": "int64", "n_bytes": "int64", "stored_xxh3": "strin
 
 @dataclass(frozen=True)
 class Index:
-    """One shard's index. `columns` in file order; numbers as numpy, texts as arrow arrays."""
+    """One shard's index."""
 
     path: Path
-    columns: Mapping[str, Any]
+    table: Any
+    """pyarrow.Table, a row a sample in file order."""
     meta: Mapping[str, str]
     """Key-value metadata without its prefix: format, codec, layers, hidden_size, tokens,
     bytes, header_xxh3, error."""
     digest: str
     """xxh3-128 of the index file, 32 hex digits: what a record holds."""
+    known: bool
+    """Its bytes were asked for by their digest: its own need not be looked at."""
+
+    @cached_property
+    def columns(self) -> dict[str, Any]:
+        """Numbers as numpy arrays, texts as arrow arrays; RunError where they contradict."""
+        found = _plain({c: self.table.column(c).combine_chunks() for c in _types(self.codec)})
+        _judge(self.path, found, self.meta, known=self.known)
+        return found
 
     @cached_property
     def sample_ids(self) -> list[str]:
@@ -134,12 +144,13 @@ def read(path: Path, digest: str | None = None) -> Index:
         types = {f.name: str(f.type) for f in table.schema}
         if types != _types(meta["codec"]):
             raise ValueError(f"columns {types}, codec {meta['codec']}")
-        columns = _plain({c: table.column(c).combine_chunks() for c in types})
     # A flipped bit may come out as any of these; memory is asked for by sizes in the file.
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError, OverflowError) as e:
         raise _damaged(path, f"{type(e).__name__}: {e}") from e
-    _judge(path, columns, meta, known=digest is not None)
-    return Index(path, columns, meta, found)
+    index = Index(path, table, meta, found, known=digest is not None)
+    if not index.known:
+        _ = index.columns
+    return index
 
 
 def _meta(found: Mapping[bytes, bytes] | None) -> dict[str, str]:
