@@ -56,6 +56,8 @@ def test_a_run_up_to_vocab(tiny: RunDir) -> None:
     real = digests(tiny.path, *STAGES[:4])
     left_out = ("index.parquet", "rejects.jsonl")
     noted = {f"{s}/{k}": v for s in STAGES[:4] for k, v in stages[s]["files"].items()}
+    made = [files.read_json(p) for p in tiny.stage("extract").records.glob("*.json")]
+    real |= {f"extract/{r['unit']}/safetensors": r["info"]["content"] for r in made}
     assert noted == {k: v for k, v in real.items() if not k.endswith(left_out)}
     parts = files.read_json(next(tiny.stage("extract").records.glob("*.json")))["parts"]
     assert lock["verifier"]["id"] == parts["verifier"]

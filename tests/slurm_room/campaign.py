@@ -23,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 from places import Place
 
 from kimi_eagle import files, liveness
@@ -79,16 +78,8 @@ def digests(run: Path, *stages: str) -> dict[str, str]:
                 kind = entry["name"].split(".", 2)[2]
                 path = run / stage / "files" / entry["name"]
                 key = f"{stage}/{record['unit']}/{kind}"
-                found[key] = _index(path) if kind == "index.parquet" else files.file_digest(path)
+                found[key] = files.file_digest(path)
     return found
-
-
-def _index(path: Path) -> str:
-    """Digest of an index; its bytes hold the name of its shard, and so the attempt's number."""
-    table = pq.read_table(path)
-    meta = {k.decode(): v.decode() for k, v in table.schema.metadata.items()}
-    assert meta.pop("kimi_eagle.shard") == path.name.replace("index.parquet", "safetensors")
-    return files.digest([table.to_pylist(), meta])
 
 
 def records(run: Path, stage: str) -> list[dict[str, Any]]:
