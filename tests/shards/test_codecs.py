@@ -95,6 +95,19 @@ def test_fp8_never_overflows():
         assert back.isfinite().all() and torch.allclose(back.float(), given.float(), rtol=0.07)
 
 
+def test_fp8_that_would_decode_to_inf_or_nan_is_seen():
+    stored, scales, _ = codecs.quantise(states(9, 2, 33))
+    assert codecs.finite_fp8(stored, scales)
+    for byte in (0x7F, 0xFF):
+        bad = stored.copy()
+        bad[4, 1, 32] = byte
+        assert not codecs.finite_fp8(bad, scales)
+    for scale in (np.nan, np.inf, -np.inf, 1e37):
+        bad = scales.copy()
+        bad[8, 1] = scale
+        assert not codecs.finite_fp8(stored, bad)
+
+
 def test_error_report_against_direct_figures(tmp_path):
     samples = [states(n, 2, 64, seed=n, scale=10.0**n) for n in (1, 2, 3)]
     with ShardWriter(tmp_path, "u", (3, 9), 64, {}, codec="fp8") as writer:

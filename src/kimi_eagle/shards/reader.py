@@ -236,10 +236,14 @@ class Shard:
     def _decoding_fault(self, row: int) -> str | None:
         """What `check` cannot see: states that are as written, but not as they were given."""
         try:
-            sample = self.at(row)
+            if self.codec == "fp8":
+                fine = codecs.finite_fp8(*self._stored(row))
+            else:
+                sample = self.at(row)
+                fine = codecs.finite(np.ascontiguousarray(sample["hidden_states"]))
         except RunError as e:
             return str(e)
-        if not codecs.finite(np.ascontiguousarray(sample["hidden_states"])):
+        if not fine:
             return "inf or NaN in the states"
         if self.codec == "lossless" and digest64(sample.values()) != self.index.digests[row]:
             return "the decoded states are not those that were given"
