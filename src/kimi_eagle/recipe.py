@@ -215,6 +215,9 @@ class TrainSection(Section):
     on_damage: Literal["stop", "skip"] = "stop"
     """A sample whose bytes are not those that were written: stop there, or leave it out and say so.
     In no key."""
+    max_damaged_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of the samples that `skip` leaves out before training stops all the same; one is always
+    left out. In no key."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in draft/."""

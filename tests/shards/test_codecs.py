@@ -78,6 +78,19 @@ def test_fp8_is_torchs_own_rounding():
     assert torch.equal(found, wanted) and not found[3].any()
 
 
+def test_fp8_of_a_long_sample_takes_little_memory():
+    import tracemalloc
+
+    bits = states(20, 4, 64).repeat(400, axis=0)
+    codecs.quantise(bits[:70])
+    tracemalloc.start()
+    stored, scales, error = codecs.quantise(bits)
+    assert tracemalloc.get_traced_memory()[1] < 0.8 * bits.nbytes
+    tracemalloc.stop()
+    alone = codecs.quantise(bits[64 * 9 + 5 : 64 * 9 + 6])
+    assert np.array_equal(stored[64 * 9 + 5], alone[0][0]) and error.values[0] == 8000 * 64
+
+
 def test_fp8_never_overflows():
     largest = torch.finfo(torch.bfloat16).max
     for value in (

@@ -37,6 +37,9 @@ def copies(corpus, tmp_path) -> list[Path]:
     return corpus.write(tmp_path / "shards")
 
 
+SKIP = {"on_damage": "skip", "max_damaged_share": 0.5}
+
+
 def test_training_stops_and_names_the_sample(run, recipe_for, corpus, copies, tmp_path):
     bad = corpus.order[12]
     flip(copies, bad)
@@ -55,7 +58,7 @@ def test_training_goes_on_without_the_sample(run, recipe_for, corpus, copies, tm
 
     bad = {corpus.order[4], corpus.order[-1]}
     flip(copies, *bad)
-    result = run(recipe_for(on_damage="skip", seq_len=256), tmp_path / "work", shards=copies)
+    result = run(recipe_for(**SKIP, seq_len=256), tmp_path / "work", shards=copies)
     assert result.steps == result.total_steps and not result.interrupted
     found = damage.read(tmp_path / "work" / damage.NAME)
     assert {d.sample for d in found} == bad and len(found) == 2
@@ -70,7 +73,7 @@ def test_a_step_without_a_sample_left_does_no_harm(run, recipe_for, corpus, copi
     from kimi_eagle.shards.sampling import Sampling
     from kimi_eagle.training import curves
 
-    recipe = recipe_for(on_damage="skip", max_steps=4)
+    recipe = recipe_for(**SKIP, max_steps=4)
     split = int(len(corpus.order) * (1 - recipe.train.validation_share))
     lengths = ShardSet(copies).lengths
     second = Sampling(lengths[:split], 64).batches(0)[1]
@@ -84,6 +87,17 @@ def test_a_step_without_a_sample_left_does_no_harm(run, recipe_for, corpus, copi
 
     weights = load_file(result.checkpoint / "model.safetensors")
     assert all(np.isfinite(w).all() for w in weights.values())
+
+
+def test_too_many_to_be_left_out(run, recipe_for, corpus, copies, tmp_path):
+    """A draft that saw nothing must not pass as trained."""
+    flip(copies, *corpus.order)
+    with pytest.raises(RunError, match="damaged.*at most 6 .*max_damaged_share") as caught:
+        recipe = recipe_for(on_damage="skip", max_damaged_share=0.25)
+        run(recipe, tmp_path / "work", shards=copies)
+    assert "retry" in caught.value.fix
+    # Two threads read: each may have met one at that moment.
+    assert len({d.sample for d in damage.read(tmp_path / "work" / damage.NAME)}) in (7, 8)
 
 
 @pytest.mark.campaign

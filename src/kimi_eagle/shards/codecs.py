@@ -31,6 +31,9 @@ PIECE = 1 << 20
 CHECK = 1 << 17
 """Values looked at together by `finite`, for the same reason."""
 
+TOKENS = 64
+"""Tokens that fp8 works on together: float32 copies of a long sample would take gigabytes."""
+
 BF16_INFINITY = np.uint16(0x7F80)
 """Exponent bits of bfloat16; all of them set means inf or NaN."""
 E4M3_MAX = 448.0
@@ -133,11 +136,19 @@ def quantise(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray, ErrorReport]:
     """
     import torch
 
-    values = torch.from_numpy(_float32(bits))
-    scales = values.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny * E4M3_MAX) / E4M3_MAX
-    stored = (values / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    back = torch.from_numpy(_float32(dequantise(stored, scales.numpy())))
-    return stored, scales.numpy(), ErrorReport.of(values, back)
+    stored = np.empty(bits.shape, np.uint8)
+    scales = np.empty(bits.shape[:2], np.float32)
+    error = ErrorReport()
+    least = torch.finfo(torch.float32).tiny * E4M3_MAX
+    for t in range(0, len(bits), TOKENS):
+        part = slice(t, t + TOKENS)
+        values = torch.from_numpy(_float32(bits[part]))
+        scale = values.abs().amax(-1).clamp(min=least) / E4M3_MAX
+        e4m3 = (values / scale[..., None]).to(torch.float8_e4m3fn)
+        stored[part], scales[part] = e4m3.view(torch.uint8).numpy(), scale.numpy()
+        back = torch.from_numpy(_float32(dequantise(stored[part], scales[part])))
+        error.add(ErrorReport.of(values, back))
+    return stored, scales, error
 
 
 def _float32(bits: np.ndarray) -> np.ndarray:
@@ -151,12 +162,12 @@ def dequantise(stored: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """uint16 [T, L, H] bfloat16 bits of stored * scale, rounded to nearest, ties to even."""
     out = np.empty(stored.shape, np.uint16)
     table = _e4m3()
-    for t in range(0, len(stored), 64):  # some 64 tokens stay in the cache
-        values = table[stored[t : t + 64]]
-        values *= scales[t : t + 64, :, None]
+    for t in range(0, len(stored), TOKENS):
+        values = table[stored[t : t + TOKENS]]
+        values *= scales[t : t + TOKENS, :, None]
         word = values.view(np.uint32)
         word += ((word >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF)
-        np.right_shift(word, np.uint32(16), out=out[t : t + 64], casting="unsafe")
+        np.right_shift(word, np.uint32(16), out=out[t : t + TOKENS], casting="unsafe")
     return out
 
 
@@ -208,7 +219,7 @@ class ErrorReport:
         )
 
     def add(self, other: ErrorReport) -> None:
-        """Take another sample's (or shard's) sums in."""
+        """Take in the sums of other tokens."""
         if not self.values.size:
             self.__dict__.update(other.__dict__)
             return

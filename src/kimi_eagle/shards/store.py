@@ -104,11 +104,19 @@ class ShardSet:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        return self.shards[0].layers
+        """RunError where there is no shard."""
+        return self._first.layers
 
     @property
     def hidden_size(self) -> int:
-        return self.shards[0].hidden_size
+        """RunError where there is no shard."""
+        return self._first.hidden_size
+
+    @property
+    def _first(self) -> Shard:
+        if not self.shards:
+            raise RunError("no shards")
+        return self.shards[0]
 
     def number(self, sample_id: str) -> int:
         """RunError for an unknown id."""

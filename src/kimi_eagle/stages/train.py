@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kimi_eagle.worker import Attempt, Worker
 
 FORMAT = "draft/1"
+ANSWERS_TO_DAMAGE = {"on_damage", "max_damaged_share"}
 INDEX = ".index.parquet"
 
 
@@ -35,8 +36,8 @@ def plan(ctx: Context) -> list[Unit]:
     (mapping,) = ctx.gate("vocab")
     parts = {
         "format": FORMAT,
-        # on_damage changes what a run does when something is wrong, not what it is to make.
-        "train": ctx.recipe.train.model_dump(mode="json", exclude={"on_damage"}),
+        # What is done when something is wrong changes nothing of what is to be made.
+        "train": ctx.recipe.train.model_dump(mode="json", exclude=ANSWERS_TO_DAMAGE),
         "seed": ctx.recipe.seed,
         "shards": digest([r.key for r in shards]),
         "vocab": mapping.info["digest"],

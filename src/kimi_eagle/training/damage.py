@@ -44,13 +44,16 @@ class Damage:
 
 @dataclass(frozen=True)
 class DamageLog:
-    """What is done with a damaged sample. path: the file. skip: leave it out, else stop."""
+    """What is done with a damaged sample. path: the file. skip: leave it out, else stop. allowed:
+    so many may be left out."""
 
     path: Path
     skip: bool
+    allowed: int = 1
 
     def meet(self, shard: Path, sample: str, what: str) -> Damage:
-        """Name a sample, once in the life of the file; RunError unless it is to be skipped."""
+        """Name a sample, once in the life of the file; RunError unless it is to be skipped, and may
+        be."""
         met = Damage(shard.name, sample, what, self.skip)
         # Ranks and workers share no sample within an epoch: none can come between these two.
         if met not in read(self.path):
@@ -58,6 +61,14 @@ class DamageLog:
             logger.warning("%s, sample %s is damaged: %s", met.shard, sample, what)
         if not self.skip:
             raise met.error("kimi-eagle retry RUN makes its unit again")
+        left_out = len({d.sample for d in read(self.path) if d.skipped})
+        if left_out > self.allowed:
+            raise RunError(
+                f"{left_out} samples are damaged, the last one {sample}: {what}",
+                where=shard.name,
+                expected=f"at most {self.allowed} (train.max_damaged_share)",
+                fix="kimi-eagle retry RUN makes their units again",
+            )
         return met
 
 

@@ -270,13 +270,19 @@ def _loaders(
             expected=f"at least {ranks} of each" if ranks > 1 else "at least 1 of each",
         )
 
+    log = damage.DamageLog(
+        damaged,
+        skip=section.on_damage == "skip",
+        allowed=max(1, int(len(store) * section.max_damaged_share)),
+    )
+
     def loader(samples: range, seed: int) -> ShardLoader:
         data = ShardDataset(
             store,
             samples,
             section.seq_len,
             getattr(torch, section.dtype),
-            damage.DamageLog(damaged, skip=section.on_damage == "skip"),
+            log,
         )
         sampling = Sampling(
             data.approx_lengths,
