@@ -34,7 +34,7 @@ LOSSLESS_COLUMNS = {"offset": "int64", "n_bytes": "int64", "stored_xxh3": "strin
 class Index:
     """One shard's index."""
 
-    path: Path
+    path: Path | str
     table: Any
     """pyarrow.Table, a row a sample in file order."""
     meta: Mapping[str, str]
@@ -119,7 +119,7 @@ def write(rows: Mapping[str, Sequence[Any]], meta: Mapping[str, str]) -> bytes:
     return out.getvalue()
 
 
-def read(path: Path, digest: str | None = None) -> Index:
+def read(path: Path | str, digest: str | None = None) -> Index:
     """RunError where the index is missing, damaged, of another format, or not that of `digest`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -186,7 +186,9 @@ def _self_digest(columns: Mapping[str, Any], meta: Mapping[str, str]) -> str:
     return digest64(p.encode() if isinstance(p, str) else p for p in parts)
 
 
-def _judge(path: Path, columns: Mapping[str, Any], meta: Mapping[str, str], known: bool) -> None:
+def _judge(
+    path: Path | str, columns: Mapping[str, Any], meta: Mapping[str, str], known: bool
+) -> None:
     """known: the file's own bytes are proven already."""
     if not known and _self_digest(columns, meta) != meta.get(SELF):
         raise _damaged(path, "it does not say what was written")
@@ -195,5 +197,5 @@ def _judge(path: Path, columns: Mapping[str, Any], meta: Mapping[str, str], know
         raise _damaged(path, "samples do not lie end to end")
 
 
-def _damaged(path: Path, what: str) -> RunError:
+def _damaged(path: Path | str, what: str) -> RunError:
     return RunError(f"the shard's index is damaged: {what}", where=path, fix=AGAIN)

@@ -91,7 +91,12 @@ def header_size(codec: str, meta: Mapping[str, str], layers: int, hidden: int) -
 
 def index_path(shard: Path) -> Path:
     """STEM.safetensors -> STEM.index.parquet."""
-    return shard.with_name(shard.name.removesuffix(".safetensors") + ".index.parquet")
+    return Path(index_name(str(shard)))
+
+
+def index_name(shard: str) -> str:
+    """The same of names."""
+    return f"{shard.removesuffix('.safetensors')}.index.parquet"
 
 
 def digest64(parts: Iterable[np.ndarray | bytes | memoryview]) -> str:

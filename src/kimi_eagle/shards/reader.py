@@ -26,7 +26,7 @@ from kimi_eagle import files
 from kimi_eagle.errors import RunError
 from kimi_eagle.shards import codecs, pages
 from kimi_eagle.shards.index import AGAIN, Index, read
-from kimi_eagle.shards.layout import ALIGN, DTYPES, FORMAT, MAX_HEADER, Layout, digest64, index_path
+from kimi_eagle.shards.layout import ALIGN, DTYPES, FORMAT, MAX_HEADER, Layout, digest64, index_name
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Shard:
     @cached_property
     def index(self) -> Index:
         """What the index says."""
-        return read(index_path(self.path), self._index_digest)
+        # As a string: 10,000 more Path objects take a tenth of the time of opening 10,000 indexes.
+        return read(index_name(str(self.path)), self._index_digest)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "index_digest": self._index_digest}

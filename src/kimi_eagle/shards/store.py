@@ -37,6 +37,7 @@ class ShardSet:
         RunError where an index does not open, or a shard differs in layers or hidden size.
         """
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         paths = [Path(p) for p in paths]
         digests = [None] * len(paths) if index_digests is None else list(index_digests)
@@ -47,21 +48,21 @@ class ShardSet:
             tables = [s.index.table for s in self.shards]
             counts = [t.num_rows for t in tables]
             ids = [c for t in tables for c in t.column("sample_id").chunks]
-            self.ids: list[str] = pa.chunked_array(ids, pa.string()).to_pylist()
+            self._ids = pa.chunked_array(ids, pa.string()).combine_chunks()
             lengths = [c for t in tables for c in t.column("n_tokens").chunks]
             self.lengths = pa.chunked_array(lengths, pa.int32()).to_numpy()
             """int32 [n]: tokens of each sample."""
         self.shard_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         """int32 [n]: number of each sample's shard."""
         firsts = np.cumsum(counts, dtype=np.int64) - counts
-        self.row_of = (np.arange(len(self.ids)) - np.repeat(firsts, counts)).astype(np.int32)
+        self.row_of = (np.arange(len(self._ids)) - np.repeat(firsts, counts)).astype(np.int32)
         """int32 [n]: its row in that shard."""
-        if len(self._number_of) < len(self.ids):
+        if pc.count_distinct(self._ids).as_py() < len(self._ids):
             kept = np.fromiter(self._number_of.values(), np.int64)
-            self.ids = list(self._number_of)
+            self._ids = self._ids.take(pa.array(kept))
             self.shard_of, self.row_of = self.shard_of[kept], self.row_of[kept]
             self.lengths = self.lengths[kept]
-            del self._number_of
+            del self._number_of, self.ids
 
     def _judge(self) -> None:
         first = self.shards[0].index.meta if self.shards else {}
@@ -75,6 +76,11 @@ class ShardSet:
                 raise RunError(found, where=shard.path, expected=wanted)
 
     @cached_property
+    def ids(self) -> list[str]:
+        """Sample ids by number; a list of a million strings is made only where it is asked for."""
+        return self._ids.to_pylist()
+
+    @cached_property
     def _number_of(self) -> dict[str, int]:
         found = dict(zip(self.ids, range(len(self.ids)), strict=True))
         if len(found) < len(self.ids):  # an id found twice means its first sample
@@ -85,7 +91,7 @@ class ShardSet:
     def __getstate__(self) -> dict[str, Any]:
         """Without maps and indexes: a data worker opens those of the shards that it reads."""
         shards = [(s.path, s.index_digest) for s in self.shards]
-        left_out = ("_lock", "_open", "_number_of")
+        left_out = ("_lock", "_open", "_number_of", "ids")
         return {k: v for k, v in vars(self).items() if k not in left_out} | {"shards": shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,7 +103,7 @@ class ShardSet:
         return sample_id in self._number_of
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self._ids)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.ids)
@@ -146,7 +152,7 @@ class ShardSet:
 
     def name(self, number: int) -> str:
         """`FILE, sample ID`, for messages."""
-        return f"{self.shards[self.shard_of[number]].path}, sample {self.ids[number]}"
+        return f"{self.shards[self.shard_of[number]].path}, sample {self._ids[number]}"
 
     def _shard(self, number: int) -> Shard:
         shard = self.shards[self.shard_of[number]]
