@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SHOWN = 20
-"""Samples left out that are named on the screen."""
+"""Samples left out, or shards made again, that are named on the screen."""
 
 
 @click.group()
@@ -120,7 +120,7 @@ def convert(
     with click.progressbar(
         length=int(source.weights.sum()), label="converting", file=sys.stderr, hidden=as_json
     ) as bar:
-        steps |= {"on_start": bar.update, "on_progress": bar.update}
+        steps |= {"on_progress": bar.update}
         if target == "speculators":
             from kimi_eagle.conversion.to_speculators import to_speculators
 
@@ -130,12 +130,15 @@ def convert(
                 source, Path(out), codec=codec, shard_tokens=shard_tokens, **steps
             )
     for name in ("missing", "damaged"):
-        _name_left_out(name, getattr(found, name))
+        _name(f"left out ({name})", getattr(found, name))
+    _name("made again", found.remade)
     if as_json:
         print_json({**found.as_json(), "codec": codec, "to": target, "notes": list(source.notes)})
     else:
         made = f"{found.shards:,} shards" if target == "shards" else f"{found.samples:,} files"
-        kept = f" ({found.kept:,} were there)" if found.kept else ""
+        kept = f" ({found.kept:,} were there" if found.kept or found.remade else ""
+        kept += f", {len(found.remade):,} damaged ones made again" if found.remade else ""
+        kept += ")" if kept else ""
         twice = f", {found.repeated:,} repeated samples left out" if found.repeated else ""
         click.echo(
             f"{out}: {found.samples:,} samples, {found.tokens:,} tokens, {made}{kept}, "
@@ -307,8 +310,8 @@ def _say_size(source: Any, codec: str, out: Path, target: str, *, quiet: bool) -
     )
 
 
-def _name_left_out(what: str, names: list[str]) -> None:
+def _name(what: str, names: list[str]) -> None:
     for name in names[:SHOWN]:
-        click.echo(f"left out ({what}): {name}", err=True)
+        click.echo(f"{what}: {name}", err=True)
     if len(names) > SHOWN:
-        click.echo(f"left out ({what}): {len(names) - SHOWN:,} more", err=True)
+        click.echo(f"{what}: {len(names) - SHOWN:,} more", err=True)

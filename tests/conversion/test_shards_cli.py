@@ -87,6 +87,16 @@ def test_a_run_becomes_a_folder_and_stays_as_it_is(run, tmp_path):
     assert (again["kept"], again["samples"], again["shards"]) == (6, 12, 6)
 
 
+def test_a_unit_made_again_with_equal_content_is_the_same_source(run, tmp_path):
+    ctx = hidden_run.copied(run, tmp_path / "run")
+    assert told("convert", ctx.run.path, tmp_path / "out")["kept"] == 0
+    before = hidden_run.record_of(ctx, "00003").path(".safetensors")
+    ctx.ledger("extract").set_aside(hidden_run.record_of(ctx, "00003"), "damaged")
+    assert hidden_run.extract(ctx) == ["00003"]
+    assert hidden_run.record_of(ctx, "00003").path(".safetensors") != before
+    assert told("convert", ctx.run.path, tmp_path / "out")["kept"] == 6
+
+
 def test_only_records_of_current_keys_count(run, tmp_path):
     ctx = hidden_run.copied(run, tmp_path / "run")
     stray = ctx.run.stage("extract").files / "00000.a9.safetensors"

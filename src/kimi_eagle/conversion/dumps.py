@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from kimi_eagle import files
-from kimi_eagle.conversion.sources import Bad, Sample, Source
+from kimi_eagle.conversion.sources import Bad, Sample, Source, fault_of, guarded
 from kimi_eagle.data.rows import sample_id
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.shards.codecs import finite
@@ -103,6 +103,7 @@ class DumpSource(Source):
     def name(self, number: int) -> str:
         return str(self._path(number))
 
+    @guarded
     def tokens_of(self, number: int) -> tuple[str, np.ndarray, np.ndarray] | Bad:
         data = self._read(number)
         if isinstance(data, Bad):
@@ -113,6 +114,7 @@ class DumpSource(Source):
     def meta(self, number: int) -> Mapping[str, str]:
         return self._meta
 
+    @guarded
     def load(self, number: int) -> Sample | Bad:
         import torch
 
@@ -152,8 +154,11 @@ class DumpSource(Source):
             return Bad("damaged", data)
         if fault := _form(data, len(self.layers)):
             return Bad("damaged", fault)
-        ids, mask = (np.asarray(data[k]) for k in ("input_ids", "loss_mask"))
-        if ids.shape != mask.shape or ids.ndim != 1 or not len(ids):
+        for name in ("input_ids", "loss_mask"):
+            if fault := _not_whole_numbers(data[name]):
+                return Bad("damaged", f"{name}: {fault}")
+        ids, mask = (data[k].numpy() for k in ("input_ids", "loss_mask"))
+        if ids.shape != mask.shape or not len(ids):
             return Bad("damaged", f"token ids {ids.shape}, loss mask {mask.shape}")
         if ids.min() < 0 or ids.max() >= 2**31 or not np.isin(mask, (0, 1)).all():
             return Bad("damaged", "token ids or loss mask out of range")
@@ -176,8 +181,6 @@ class DumpSource(Source):
 
     def _first(self) -> Any:
         """The last layer's states of the first sample that can be read: bfloat16 [T, H]."""
-        import torch
-
         for number in range(min(len(self), 100)):
             if self._numbers[number] not in self._files:
                 continue
@@ -186,7 +189,8 @@ class DumpSource(Source):
                 continue
             if fault := _form(data, len(self.layers)):
                 raise UsageError(fault, where=self._path(number))
-            return data["hidden_states"][-1].to(torch.bfloat16)
+            if len(last := data["hidden_states"][-1]):
+                return last
         raise UsageError("no dump that can be read", where=self.path)
 
     def _judge(self, last: Any, verifier: Any, config: dict[str, Any]) -> list[str]:
@@ -239,8 +243,8 @@ def _load(path: Path) -> Any:
         return torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError:
         return "holds more than plain tensors (or is cut short); it is not opened"
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as e:
-        return f"cannot be read: {str(e).splitlines()[0] if str(e) else type(e).__name__}"
+    except Exception as e:  # zlib.error, RuntimeError, KeyError, UnicodeDecodeError, ...
+        return fault_of(e, path)
 
 
 def _flipped(path: Path) -> str | None:
@@ -250,8 +254,8 @@ def _flipped(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as file:
             name = file.testzip()
-    except (zipfile.BadZipFile, OSError, NotImplementedError) as e:
-        return f"cannot be read: {e}"
+    except Exception as e:  # BadZipFile, zlib.error, NotImplementedError, OSError, ...
+        return fault_of(e, path)
     return f"the bytes of {name} are not those that were written (CRC-32)" if name else None
 
 
@@ -277,6 +281,21 @@ def _form(data: Any, count: int) -> str | None:
         return f"states {kinds.pop()}, expected torch.bfloat16 (others would be rounded)"
     if any(p.ndim != 2 for p in parts):
         return f"states {[list(p.shape) for p in parts]}, expected [tokens, hidden] each"
+    if any(p.is_meta or p.layout != torch.strided for p in parts):
+        return "states without values (meta), or sparse"
+    return None
+
+
+def _not_whole_numbers(data: Any) -> str | None:
+    """What keeps it from being [T] whole numbers; nothing is ever cast to them."""
+    import torch
+
+    if not isinstance(data, torch.Tensor):
+        return f"a {type(data).__name__}, expected a tensor"
+    if data.is_meta or data.layout != torch.strided or data.is_quantized:
+        return "a tensor without plain values"
+    if data.dtype.is_floating_point or data.dtype.is_complex or data.ndim != 1:
+        return f"{data.dtype} {list(data.shape)}, expected whole numbers [tokens]"
     return None
 
 
@@ -286,9 +305,16 @@ def _config(path: Path) -> dict[str, Any]:
     if not where.exists():
         return {}
     data = files.read_json(where)
-    ids = data.get("hidden_states", {}).get("layer_ids", []) if isinstance(data, dict) else None
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+    if not isinstance(data, dict):
         raise UsageError("cannot be read", where=where, expected="speculators' data_config.json")
+    for name in ("hidden_states", "model", "reproducibility"):
+        if not isinstance(data.get(name, {}), dict):
+            raise UsageError(f"{name} cannot be read", where=where, expected="an object")
+    ids = data.get("hidden_states", {}).get("layer_ids", [0])
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise UsageError(
+            f"hidden_states.layer_ids {ids} cannot be read", where=where, expected="layer ids"
+        )
     return data
 
 

@@ -8,6 +8,8 @@ nothing but our own shards; `speculators_files.py` and `dumps.py` hold the other
 
 from __future__ import annotations
 
+import errno
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +21,16 @@ from typing import Any
 import numpy as np
 
 from kimi_eagle import files
-from kimi_eagle.errors import RunError
-from kimi_eagle.shards.layout import OWN_KEYS
+from kimi_eagle.errors import KimiEagleError, RunError
+from kimi_eagle.shards.layout import OWN_KEYS, digest64
+from kimi_eagle.shards.reader import Shard
 from kimi_eagle.shards.store import ShardSet
 
 COPIED = 1 << 20
 """States below so many bytes are copied out of their map. A view keeps its whole shard open, and
 whoever waits for the disk with a thousand samples of small shards had no file descriptor left."""
+MACHINE_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""OSErrors that say nothing about the file being read."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,9 @@ class Source(ABC):
     """To be read."""
     grouped: bool = False
     """Whether `group` says where to cut."""
+    proven: bool = False
+    """Whether `identity` stands for the states themselves, so that nothing has to be read again to
+    know that what an earlier process made is of this source."""
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -109,6 +117,7 @@ class StoreSource(Source):
     """Shards: those of a run, of a folder, or one."""
 
     grouped = True
+    proven = True
 
     def __init__(self, path: Path, shards: Sequence[tuple[Path, str | None]], kind: str = "shards"):
         """shards: files and the digests that their indexes must have, where they are known."""
@@ -131,8 +140,8 @@ class StoreSource(Source):
         return {s.codec for s in self.set.shards}
 
     def identity(self) -> dict[str, Any]:
-        indexes = [[s.path.name, s.index.digest] for s in self.set.shards]
-        return {"kind": self.kind, "digest": files.digest(indexes)}
+        # By content: a unit that was made again has another file name.
+        return {"kind": self.kind, "digest": files.digest([_content(s) for s in self.set.shards])}
 
     def name(self, number: int) -> str:
         return self.set.name(number)
@@ -177,6 +186,36 @@ class StoreSource(Source):
 def kind_of(codec: str) -> str:
     """What the digests of a codec's samples are of."""
     return "fp8" if codec == "fp8" else "bf16"
+
+
+def _content(shard: Shard) -> list[str]:
+    index = shard.index
+    ids, digests = "\n".join(index.sample_ids), "\n".join(index.digests)
+    return [kind_of(shard.codec), digest64([ids.encode(), digests.encode()])]
+
+
+def fault_of(error: Exception, where: object) -> str:
+    """What an exception says of the foreign file that it was met in; RunError where it says
+    something of the machine instead."""
+    if isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
+        raise RunError(f"cannot be read: {error.strerror}", where=where) from error
+    said = str(error).strip().splitlines()
+    return f"cannot be read: {said[0] if said else ''} ({type(error).__name__})"
+
+
+def guarded(read: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+    """A method of a source of foreign files: what goes wrong with a sample is that one's `Bad`."""
+
+    @functools.wraps(read)
+    def guard(source: Source, number: int) -> Any:
+        try:
+            return read(source, number)
+        except KimiEagleError:
+            raise
+        except Exception as e:  # foreign bytes: zlib, pickle, torch, arrow, unicode, ...
+            return Bad("damaged", fault_of(e, source.name(number)))
+
+    return guard
 
 
 class Stream:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kimi_eagle import files
-from kimi_eagle.conversion.sources import Bad, Sample, Source
+from kimi_eagle.conversion.sources import Bad, Sample, Source, fault_of, guarded
 from kimi_eagle.data.rows import sample_id
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.shards.codecs import finite
@@ -31,6 +31,7 @@ from kimi_eagle.shards.layout import digest64
 STATES = "hidden_states"
 SIGN = "states.json"
 FORMAT = "states/1"
+COLUMNS = ("input_ids", "loss_mask")
 PROOF = "kimi_eagle"
 """Metadata key of files of states that we wrote: JSON with sample_id and xxh3."""
 
@@ -55,8 +56,8 @@ class SpeculatorsSource(Source):
         self.path = path
         self._data = _dataset(path)
         self._sizes = _listing(path / STATES)
-        sign = files.read_json(path / SIGN) or {}
-        own = sign.get("layers") if sign.get("format") == FORMAT else None
+        sign = _sign(path / SIGN)
+        own = sign.get("layers")
         if layers is None and own is None:
             raise UsageError(
                 "nothing here says which layers the states are of",
@@ -72,7 +73,7 @@ class SpeculatorsSource(Source):
             raise UsageError(
                 f"{len(self.layers)} layer ids for states of {count} layers", where=path / STATES
             )
-        lengths = [len(x) for x in self._column("input_ids")]
+        lengths = [len(x) if x.is_valid else 0 for x in self._column("input_ids")]
         self.weights = np.asarray(lengths, np.int64)
         self.tokens = int(self.weights.sum())
         self.bytes = sum(self._sizes.values())
@@ -89,10 +90,14 @@ class SpeculatorsSource(Source):
     def name(self, number: int) -> str:
         return f"{self.path}, row {number}"
 
+    @guarded
     def tokens_of(self, number: int) -> tuple[str, np.ndarray, np.ndarray] | Bad:
         row = self._data[number : number + 1]
-        ids = _values(row.column("input_ids"))
-        mask = _values(row.column("loss_mask"))
+        if any(row.column(c).null_count for c in COLUMNS):
+            return Bad("damaged", "no token ids or no loss mask")
+        ids, mask = (_values(row.column(c)) for c in COLUMNS)
+        if ids is None or mask is None:
+            return Bad("damaged", "holes in token ids or loss mask")
         if len(ids) != len(mask) or not len(ids):
             return Bad("damaged", f"{len(ids)} token ids, loss mask of {len(mask)}")
         if ids.min() < 0 or ids.max() >= 2**31 or not np.isin(mask, (0, 1)).all():
@@ -103,6 +108,7 @@ class SpeculatorsSource(Source):
     def meta(self, number: int) -> Mapping[str, str]:
         return self._meta
 
+    @guarded
     def load(self, number: int) -> Sample | Bad:
         row = self.tokens_of(number)
         if isinstance(row, Bad):
@@ -117,6 +123,8 @@ class SpeculatorsSource(Source):
         if isinstance(found, str):
             return Bad("damaged", f"{path.name}: {found}")
         states, own, proof = found
+        if own.dtype.kind not in "iu" or own.ndim != 1:
+            return Bad("damaged", f"{path.name}: token_ids {own.dtype} {list(own.shape)}")
         if not np.array_equal(own, ids):
             return Bad("missing", f"{path.name} holds the states of other token ids")
         if states.shape != (len(ids), len(self.layers), self.hidden_size):
@@ -172,10 +180,14 @@ def read_states(path: Path) -> tuple[np.ndarray, np.ndarray, dict[str, str]] | s
                 return f"no {sorted(missing)[0]}"
             states, ids = f.get_tensor(STATES), f.get_tensor("token_ids")
             proof = proof_of(f.metadata())
-    except (SafetensorError, OSError) as e:
+    except SafetensorError as e:
         return f"{e}"
+    except Exception as e:
+        return fault_of(e, path)
     if states.dtype != torch.bfloat16:
         return f"states {states.dtype}, expected bfloat16"
+    if ids.dtype.is_floating_point or ids.dtype.is_complex:
+        return f"token_ids {ids.dtype}, expected whole numbers"
     return states.view(torch.int16).numpy().view(np.uint16), ids.numpy(), proof
 
 
@@ -204,7 +216,37 @@ def _dataset(path: Path) -> Any:
             where=path,
             expected="what speculators prepare-data wrote",
         )
-    return data.select_columns(["input_ids", "loss_mask"]).with_format("arrow")
+    for name in COLUMNS:
+        if not _whole_numbers(found := data.features.arrow_schema.field(name).type):
+            raise UsageError(
+                f"column {name} is {found}", where=path, expected="a list of whole numbers a row"
+            )
+    return data.select_columns(list(COLUMNS)).with_format("arrow")
+
+
+def _whole_numbers(kind: Any) -> bool:
+    import pyarrow as pa
+
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    lists = lists or pa.types.is_fixed_size_list(kind)
+    return lists and (pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type))
+
+
+def _sign(where: Path) -> dict[str, Any]:
+    """What we wrote beside the states: `layers` and `meta`; empty where nothing of ours is."""
+    if not where.exists():
+        return {}
+    sign = files.read_json(where)
+    if not isinstance(sign, dict):
+        raise UsageError("cannot be read", where=where, expected=f"JSON of format {FORMAT}")
+    if sign.get("format") != FORMAT:
+        return {}
+    layers, meta = sign.get("layers"), sign.get("meta", {})
+    if not isinstance(layers, list) or not layers or not all(type(i) is int for i in layers):
+        raise UsageError(f"layers {layers} cannot be read", where=where, expected="layer ids")
+    if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
+        raise UsageError("meta cannot be read", where=where, expected="texts by name")
+    return sign
 
 
 def _listing(folder: Path) -> dict[int, int]:
@@ -223,8 +265,11 @@ def _listing(folder: Path) -> dict[int, int]:
     return found
 
 
-def _values(column: Any) -> np.ndarray:
-    """The one list of a one-row column as int64."""
+def _values(column: Any) -> np.ndarray | None:
+    """The one list of a one-row column as int64; None where one of its values is none."""
     import pyarrow as pa
 
-    return column.combine_chunks().flatten().cast(pa.int64()).to_numpy(zero_copy_only=False)
+    values = column.combine_chunks().flatten()
+    if values.null_count:
+        return None
+    return values.cast(pa.int64()).to_numpy(zero_copy_only=False)

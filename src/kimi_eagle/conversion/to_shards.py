@@ -6,6 +6,11 @@ was not finished is made again from the same sample on, with the same bytes. Aft
 bytes are read back and compared: with their own digests, and the digest of each sample with the
 one that its source had, where that is of the same kind (raw and lossless hold the same bits).
 The price is one reading of what was just written, mostly from memory.
+
+What an earlier process finished is kept only after its bytes were compared with their digests;
+what is damaged since is made again. Shards as a source are known by the digests of their samples.
+Files of others have none, so the part that is kept is read from them once more, and compared: a
+source that was remade under the same names and sizes is refused, never mixed with.
 """
 
 from __future__ import annotations
@@ -16,9 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kimi_eagle.conversion.sources import Bad, Sample, Source, Stream, kind_of
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.shards import folder
+from kimi_eagle.shards.codecs import encode
 from kimi_eagle.shards.layout import CODECS, OWN_KEYS, index_path
 from kimi_eagle.shards.reader import Shard
 from kimi_eagle.shards.writer import ShardWriter
@@ -28,6 +36,9 @@ QUEUE_BYTES = 1 << 28
 """States waiting for the disk, beside those that are being read."""
 LEAST_SHARE = {"raw": 1.0, "lossless": 0.6, "fp8": 0.5}
 """What states take at least, for the look at the free space (lossless: some 0.7 is usual)."""
+
+
+ANOTHER = "give another folder, or remove this one"
 
 
 @dataclass
@@ -41,6 +52,8 @@ class Result:
     shards: int = 0
     kept: int = 0
     """Shards (or files) that were there already."""
+    remade: list[str] = field(default_factory=list)
+    """Those that were there and not as they were written."""
     repeated: int = 0
     """Samples that the source has twice; kept once."""
     missing: list[str] = field(default_factory=list)
@@ -74,14 +87,13 @@ def to_shards(
     codec: str = "raw",
     shard_tokens: int | None = None,
     skip_damaged: bool = False,
-    on_start: Callable[[int], None] = lambda weight: None,
     on_progress: Callable[[int], None] = lambda weight: None,
 ) -> Result:
     """Write all samples of `source` as shards into `out`, or go on with it.
 
     shard_tokens: cut before a shard holds more [default: as the source is cut, else a million].
-    skip_damaged: leave damaged samples out by name instead of stopping. on_start, on_progress:
-    told the weight (`source.weights`) that was there already, and that was done since.
+    skip_damaged: leave damaged samples out by name instead of stopping. on_progress: told the
+    weight (`source.weights`) of what was done, or found to be there.
     UsageError where `out` holds something else, or was made from another source or otherwise;
     RunError where the disk is full, a sample is damaged, or nothing is left.
     """
@@ -94,23 +106,24 @@ def to_shards(
     there = sum(int(weights[e["begin"] : e["end"]].sum()) for e in made.kept.values())
     total = max(1, int(weights.sum()))
     check_room(out, need(source, codec, 1 - there / total))
-    if made.new:
-        made.save(complete=False)
-    on_start(there)
+    made.bind()
     stream: Stream | None = None
     position = 0
     try:
         while position < len(source):
             entry = made.kept.pop((made.next_name, position), None)
+            if entry is not None and not made.whole(entry):
+                entry = None
+            if stream is None or stream.position != position:
+                if stream is not None:
+                    stream.close()
+                stream = Stream(source, position)
             if entry is None:
-                if stream is None or stream.position != position:
-                    if stream is not None:
-                        stream.close()
-                    stream = Stream(source, position)
                 made.entries.append(made.shard(stream, on_progress))
                 made.save(complete=False)
             else:
-                made.take(entry)
+                made.take(entry, stream)
+                on_progress(int(weights[entry["begin"] : entry["end"]].sum()))
             position = made.entries[-1]["end"]
     finally:
         if stream is not None:
@@ -132,6 +145,11 @@ def leave_out(bad: Bad, name: str, skip_damaged: bool, found: Result) -> None:
         skip = "--skip-damaged leaves such samples out"
         again = "these dumps have to be made again"
         raise RunError(bad.what, where=name, fix=skip if bad.kind == "damaged" else again)
+
+
+def other_source(out: Path, how: str) -> UsageError:
+    """What is said where `out` holds something of another source."""
+    return UsageError(f"holds a conversion of another source ({how})", where=out, fix=ANOTHER)
 
 
 def common_meta(
@@ -174,8 +192,7 @@ class _Made:
         self.seen: set[str] = set()
         self.meta: dict[str, str] | None = None
         self.taken = 0
-        self.new = True
-        """Whether `out` says nothing yet of what it will be."""
+        self.remade: list[str] = []
         self.kept = self._kept()
 
     @property
@@ -184,42 +201,82 @@ class _Made:
 
     def _kept(self) -> dict[tuple[str, int], dict[str, Any]]:
         """(stem, begin) -> entry of each shard that an earlier process finished and that is
-        whole still; UsageError where it made something else."""
-        manifest = folder.read_manifest(self.out)
-        if manifest is None or not manifest["shards"]:
-            return {}
-        self.new = False
-        for name, value in self.what.items():
-            if manifest[name] != value:
-                raise UsageError(
-                    f"holds a conversion of another source ({manifest['source']['kind']})"
-                    if name == "source"
-                    else f"was made with {name} {manifest[name]}, now it is {value}",
-                    where=self.out,
-                    fix="give another folder, or remove this one",
-                )
+        whole still, by size and header."""
         stem = len(".safetensors")
         return {
             (entry["name"][:-stem], entry["begin"]): entry
-            for entry in manifest["shards"]
-            if self._whole(entry)
+            for entry in self._listed()
+            if self.whole(entry, deep=False)
         }
 
-    def _whole(self, entry: dict[str, Any]) -> bool:
+    def _listed(self) -> list[dict[str, Any]]:
+        """What the manifest of `out` lists; UsageError where it is of something else."""
+        manifest = folder.read_manifest(self.out)
+        if manifest is None:
+            return []
+        for name, value in self.what.items():
+            if manifest[name] != value:
+                if name == "source":
+                    raise other_source(self.out, manifest["source"]["kind"])
+                raise UsageError(
+                    f"was made with {name} {manifest[name]}, now it is {value}",
+                    where=self.out,
+                    fix=ANOTHER,
+                )
+        return manifest["shards"]
+
+    def bind(self) -> None:
+        """Say in `out` what it will be; UsageError where another process says otherwise."""
+        if not folder.bind(self.out, self.what):
+            self._listed()
+
+    def whole(self, entry: dict[str, Any], *, deep: bool = True) -> bool:
+        """Whether a shard that is there is as it was written; notes where it is not."""
         try:
             shard = Shard(self.out / entry["name"], entry["index_xxh3"])
-        except RunError:
-            return False
-        return next(shard.faults(deep=False), None) is None
+            fault = next((f.what for f in shard.faults(deep)), None)
+        except RunError as e:
+            fault = str(e)
+        if fault is not None:
+            self.remade.append(f"{entry['name']}: {fault.partition('; fix: ')[0]}")
+        return fault is None
 
-    def take(self, entry: dict[str, Any]) -> None:
-        """Keep a shard that is there."""
+    def take(self, entry: dict[str, Any], stream: Stream) -> None:
+        """Keep a shard that is there; UsageError where the source says something else now."""
         shard = Shard(self.out / entry["name"])
+        if not self.source.proven:
+            self._compare(shard, entry, stream)
         self.seen.update(shard.sample_ids)
         own = {k: v for k, v in shard.meta.items() if k not in OWN_KEYS}
         self.meta = common_meta(self.meta, own, str(shard.path))
         self.entries.append(entry)
         self.taken += 1
+
+    def _compare(self, shard: Shard, entry: dict[str, Any], stream: Stream) -> None:
+        """Read the samples of a shard from the source again, which moves the stream behind them."""
+        want = iter(zip(shard.sample_ids, shard.index.digests, strict=True))
+        left, seen, here = Result(self.out), set(), self.source.name(entry["begin"])
+        same = True
+        while same and stream.position < entry["end"]:
+            here, item = self.source.name(stream.position), stream.peek()
+            if isinstance(item, Bad):
+                leave_out(item, here, True, left)
+            elif item.sample_id in self.seen or item.sample_id in seen:
+                left.repeated += 1
+            else:
+                seen.add(item.sample_id)
+                same = (item.sample_id, self._digest(item)) == next(want, None)
+            stream.advance()
+        counts = [len(left.missing), len(left.damaged), left.repeated]
+        had = [len(entry["missing"]), len(entry["damaged"]), entry["repeated"]]
+        if not same or counts != had or next(want, None) is not None:
+            raise other_source(self.out, f"{here} is not what {shard.path.name} holds of it")
+
+    def _digest(self, item: Sample) -> str:
+        """What a sample's digest is in a shard of this codec; lossless ones are those of raw."""
+        codec = "fp8" if self.codec == "fp8" else "raw"
+        states, mask = np.ascontiguousarray(item.states), item.loss_mask.view(np.uint8)
+        return encode(codec, states, item.token_ids, mask).xxh3
 
     def shard(self, stream: Stream, on_progress: Callable[[int], None]) -> dict[str, Any]:
         """Make the next shard from where the stream is; -> its entry."""
@@ -265,7 +322,7 @@ class _Made:
         folder.write_manifest(self.out, {**self.what, "complete": complete, "shards": shards})
 
     def result(self) -> Result:
-        found = Result(self.out, kept=self.taken)
+        found = Result(self.out, kept=self.taken, remade=self.remade)
         for entry in self.entries:
             found.shards += bool(entry["samples"])
             found.samples += entry["samples"]

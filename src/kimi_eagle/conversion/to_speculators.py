@@ -8,7 +8,9 @@ source; `speculators_files.py` reads it back. Each file of states carries its sa
 content digest in its metadata, which other readers pass over.
 
 A file of states gets its name when its bytes are on disk, so what a killed process left is whole
-or not there, and the next one goes on behind it. Rows are streamed: a sample at a time in memory.
+or not there, and the next one goes on behind it, after it compared their bytes with their digests
+(and, where the source has none of its own, with what the source says now). Rows are streamed: a
+sample at a time in memory.
 """
 
 from __future__ import annotations
@@ -29,9 +31,18 @@ from kimi_eagle.conversion.speculators_files import (
     SIGN,
     STATES,
     proof_of,
+    read_states,
     states_file,
 )
-from kimi_eagle.conversion.to_shards import Result, check_room, common_meta, leave_out, need
+from kimi_eagle.conversion.to_shards import (
+    ANOTHER,
+    Result,
+    check_room,
+    common_meta,
+    leave_out,
+    need,
+    other_source,
+)
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.shards import folder
 from kimi_eagle.shards.layout import digest64
@@ -47,7 +58,6 @@ def to_speculators(
     out: Path,
     *,
     skip_damaged: bool = False,
-    on_start: Callable[[int], None] = lambda weight: None,
     on_progress: Callable[[int], None] = lambda weight: None,
 ) -> Result:
     """Write all samples of `source` as a dataset of speculators' into `out`, or go on with it.
@@ -65,13 +75,13 @@ def to_speculators(
     for place in (out, out / STATES):
         folder.sweep(place)
     there = _there(out / STATES)
-    _same(out, want, bound=bool(there))
+    if (out / SIGN).exists():
+        _same(out, want)
     have = sum(states_file(out, row).stat().st_size for row in there.values())
     check_room(out, need(source, "raw", 1 - min(1.0, have / max(1, source.state_bytes))))
-    if not there:
-        files.write_atomic(out / SIGN, files.to_json({**want, "complete": False}) + "\n")
+    if not files.create_exclusive(out / SIGN, files.to_json({**want, "complete": False}) + "\n"):
+        _same(out, want)  # by another process, a moment ago, or long since
     (out / STATES).mkdir(exist_ok=True)
-    on_start(0)
     export = _Export(source, out, skip_damaged, there, on_progress)
     temp = files.temporary_name(out / "rows")
     try:
@@ -139,7 +149,8 @@ class _Export:
 
     def _load(self, number: int) -> Sample | Bad:
         """As the source does, but without states where these are in their file already."""
-        row = self.source.tokens_of(number) if self.there else None
+        quick = self.there and self.source.proven
+        row = self.source.tokens_of(number) if quick else None
         if row is None or isinstance(row, Bad) or row[0] not in self.there:
             return self.source.load(number)
         return Sample(row[0], np.zeros(0, np.uint16), *row[1:], meta=self.source.meta(number))
@@ -150,7 +161,7 @@ class _Export:
             self.found.samples,
             common_meta(self.meta, item.meta, self._where(position)),
         )
-        if self.there.get(item.sample_id) == row:
+        if self.there.get(item.sample_id) == row and self._whole(item, row, position):
             self.found.kept += 1
         else:
             if not item.states.size:  # it is there, but under another row
@@ -164,6 +175,23 @@ class _Export:
         self.found.tokens += len(item.token_ids)
         self.found.bytes += states_file(self.out, row).stat().st_size
 
+    def _whole(self, item: Sample, row: int, position: int) -> bool:
+        """Whether a file that is there is as it was written; UsageError where it is, but the source
+        says something else now."""
+        path = states_file(self.out, row)
+        found = read_states(path)
+        if not isinstance(found, str):
+            states, ids, proof = found
+            own = digest64([states, ids.astype(np.int32), item.loss_mask.view(np.uint8)])
+            found = "the bytes are not those that were written" if own != proof["xxh3"] else ""
+        if found:
+            self.found.remade.append(f"{path.name}: {found}")
+            return False
+        if item.states.size and own != _content(item):
+            where = self._where(position)
+            raise other_source(self.out, f"{where} is not what {path.name} holds of it")
+        return True
+
     def _where(self, position: int) -> str:
         return self.source.name(position)
 
@@ -172,7 +200,7 @@ class _Export:
         from safetensors.torch import save
 
         states = np.ascontiguousarray(item.states)
-        xxh3 = digest64([states, item.token_ids, item.loss_mask.view(np.uint8)])
+        xxh3 = _content(item)
         if item.xxh3 and item.kind == "bf16" and item.xxh3 != xxh3:
             raise RunError(
                 f"content {xxh3} is not that of the source, {item.xxh3}",
@@ -188,6 +216,11 @@ class _Export:
         files.write_atomic(path, save(tensors, metadata={PROOF: proof}))
 
 
+def _content(item: Sample) -> str:
+    states = np.ascontiguousarray(item.states)
+    return digest64([states, item.token_ids, item.loss_mask.view(np.uint8)])
+
+
 def bfloat16(states: np.ndarray) -> Any:
     """uint16 bits as a torch tensor over the same memory, which nothing here writes to."""
     import warnings
@@ -199,17 +232,13 @@ def bfloat16(states: np.ndarray) -> Any:
         return torch.from_numpy(states.view(np.int16)).view(torch.bfloat16)
 
 
-def _same(out: Path, want: dict[str, Any], *, bound: bool) -> None:
-    """UsageError where `out` is something else already. bound: some of it is there."""
+def _same(out: Path, want: dict[str, Any]) -> None:
+    """UsageError where `out` is something else already."""
     have = files.read_json(out / SIGN)
-    if have is None or not bound:
-        return
+    if not isinstance(have, dict):
+        raise UsageError("cannot be read", where=out / SIGN, fix=ANOTHER)
     if differing := [k for k, v in want.items() if have.get(k) != v]:
-        raise UsageError(
-            f"holds a conversion of another source ({differing[0]} differs)",
-            where=out,
-            fix="give another folder, or remove this one",
-        )
+        raise other_source(out, f"{differing[0]} differs")
 
 
 def _there(folder_: Path) -> dict[str, int]:

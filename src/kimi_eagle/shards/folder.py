@@ -79,6 +79,13 @@ def write_manifest(path: Path, data: dict[str, Any]) -> None:
     files.write_atomic(path / MANIFEST, files.to_json({**data, "digest": _digest(data)}) + "\n")
 
 
+def bind(path: Path, data: dict[str, Any]) -> bool:
+    """The first manifest of a folder, without shards; False where somebody was first."""
+    data = {"format": FORMAT, **data, "complete": False, "shards": []}
+    text = files.to_json({**data, "digest": _digest(data)}) + "\n"
+    return files.create_exclusive(path / MANIFEST, text)
+
+
 def sweep(folder: Path) -> None:
     """Remove what killed processes of this machine left under temporary names."""
     for path in folder.glob(f"{files.TEMPORARY}*"):
