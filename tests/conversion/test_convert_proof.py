@@ -217,6 +217,24 @@ def test_a_file_of_an_export_damaged_since_is_made_again(tmp_path, kind):
     assert tree(tmp_path / "out") == whole
 
 
+def test_tokens_of_a_damaged_source_never_get_into_an_export(tmp_path):
+    src = write_shards(tmp_path / "in", SAMPLES)
+    to_speculators(opened(src, "shards"), tmp_path / "out")
+    whole = tree(tmp_path / "out")
+    flip(src / "u000.safetensors", -1)  # the mask of its last sample
+    with pytest.raises(RunError, match="u000.safetensors, sample .*bytes are not those"):
+        to_speculators(opened(src, "shards"), tmp_path / "out")
+    assert tree(tmp_path / "out") == whole
+
+
+def test_every_bit_of_a_kept_token_id_counts(tmp_path):
+    src = write_shards(tmp_path / "in", SAMPLES)
+    to_speculators(opened(src, "shards"), tmp_path / "out")
+    path, ids = tmp_path / "out/hidden_states/hs_3.safetensors", SAMPLES[3].ids.astype(np.int64)
+    flip(path, path.read_bytes().index(ids.tobytes()) + 7)  # above what int32 holds
+    assert len(to_speculators(opened(src, "shards"), tmp_path / "out").remade) == 1
+
+
 def _spoil(path: Path, **changes) -> None:
     torch.save({**dump_of(SAMPLES[3]), **changes}, path)
 

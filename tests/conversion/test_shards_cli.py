@@ -186,6 +186,25 @@ def test_fp8_error_of_many_shards_is_that_of_all_samples(tmp_path):
     assert told("info", many)["fp8_error"] == told("info", one)["fp8_error"]
 
 
+def test_info_of_an_empty_shard_and_of_huge_values(tmp_path):
+    for name in ("empty", "huge"):
+        (tmp_path / name).mkdir()
+    with ShardWriter(tmp_path / "empty", "u", LAYERS, 24, {}):
+        pass
+    found = told("info", tmp_path / "empty")
+    assert (found["tokens"], found["share_of_raw"], found["bytes_per_token"]) == (0, None, None)
+    assert "(0.00 GB, - a token, - of raw)" in shards("info", tmp_path / "empty").stdout
+
+    huge = np.full((2, len(LAYERS), 24), 0x7F00, np.uint16)  # 1.7e38, and less beside it
+    huge[..., 1:] = 0x7E95
+    with ShardWriter(tmp_path / "huge", "u", LAYERS, 24, {}, codec="fp8") as writer:
+        writer.add("0", huge, SAMPLES[0].ids[:2], SAMPLES[0].mask[:2])
+    text = shards("info", tmp_path / "huge", "--json").stdout
+    assert "Infinity" not in text and "NaN" not in text
+    assert json.loads(text)["fp8_error"][0]["sqnr_db"] is None
+    assert "SQNR - dB" in shards("info", tmp_path / "huge").stdout
+
+
 def test_info_of_thousands_of_shards_is_quick(tmp_path):
     """Indexes alone: the states may even be gone. (10,000: tests/bench/.)"""
     writer = ShardWriter(tmp_path, "u", LAYERS, 24, {})

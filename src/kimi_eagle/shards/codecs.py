@@ -235,17 +235,18 @@ class ErrorReport:
     def from_sums(cls, sums: dict[str, Sequence[float]]) -> ErrorReport:
         return cls(**{k: np.asarray(v, np.float64) for k, v in sums.items()})
 
-    def layers(self, ids: Sequence[int]) -> list[dict[str, float]]:
+    def layers(self, ids: Sequence[int]) -> list[dict[str, float | None]]:
         """For people, one a layer: sqnr_db (signal to quantisation noise), max_error, zeros (share
-        of values that became 0)."""
+        of values that became 0). None for what is no number: squares of huge values are inf."""
         noise = np.maximum(self.noise, np.finfo(np.float64).tiny)
-        sqnr = 10 * np.log10(np.maximum(self.signal, np.finfo(np.float64).tiny) / noise)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            sqnr = 10 * np.log10(np.maximum(self.signal, np.finfo(np.float64).tiny) / noise)
         share = self.lost / np.maximum(self.values, 1)
         return [
             {
                 "layer": int(k),
-                "sqnr_db": round(float(sqnr[i]), 2),
-                "max_error": float(self.largest[i]),
+                "sqnr_db": round(float(sqnr[i]), 2) if np.isfinite(sqnr[i]) else None,
+                "max_error": float(self.largest[i]) if np.isfinite(self.largest[i]) else None,
                 "zeros": float(share[i]),
             }
             for i, k in enumerate(ids)

@@ -24,7 +24,10 @@ from kimi_eagle.shards.layout import digest64
 INDEX_FORMAT = "shard-index/2"
 PREFIX = "kimi_eagle."
 SELF = "index_xxh3"
-AGAIN = "run extract again (kimi-eagle retry RUN opens the unit)"
+AGAIN = (
+    "convert it again, or take its copy; where it is a run's, run extract again (kimi-eagle retry "
+    "RUN opens the unit)"
+)
 
 COLUMNS = {"sample_id": "string", "start": "int64", "n_tokens": "int32", "xxh3": "string"}
 LOSSLESS_COLUMNS = {"offset": "int64", "n_bytes": "int64", "stored_xxh3": "string"}

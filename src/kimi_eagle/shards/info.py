@@ -47,8 +47,8 @@ def describe(shards: Sequence[tuple[Path, str | None]]) -> dict[str, Any]:
         "repeated": sum(len(s) for s in store.shards) - len(store),
         "tokens": tokens,
         "bytes": size,
-        "bytes_per_token": round(size / max(1, stored), 1),
-        "share_of_raw": round(size / max(1, stored * raw_a_token), 4),
+        "bytes_per_token": round(size / stored, 1) if stored else None,
+        "share_of_raw": round(size / (stored * raw_a_token), 4) if stored else None,
         "codecs": codecs,
         "layers": list(store.layers),
         "hidden_size": store.hidden_size,
@@ -67,18 +67,24 @@ def lines(found: dict[str, Any]) -> list[str]:
         + (f"  ({found['repeated']:,} more are repeated)" if found["repeated"] else ""),
         "tokens": f"{found['tokens']:,}",
         "bytes": f"{found['bytes']:,}  ({found['bytes'] / 1e9:,.2f} GB, "
-        f"{found['bytes_per_token']:,.1f} a token, {found['share_of_raw']:.1%} of raw)",
+        f"{_shown(found['bytes_per_token'], ',.1f')} a token, "
+        f"{_shown(found['share_of_raw'], '.1%')} of raw)",
         "layers": f"{', '.join(map(str, found['layers']))}  (hidden size {found['hidden_size']:,})",
         "verifier": found["verifier_id"] or "not named",
         "engine": found["engine"] or "not named",
-        "lengths": "  ".join(f"{k} {v:,}" for k, v in found["lengths"].items()),
+        "lengths": "  ".join(f"{k} {v:,}" for k, v in found["lengths"].items()) or "-",
     }
     for entry in found["fp8_error"]:
         out[f"fp8 layer {entry['layer']}"] = (
-            f"SQNR {entry['sqnr_db']:.1f} dB, largest error {entry['max_error']:g}, "
+            f"SQNR {_shown(entry['sqnr_db'], '.1f')} dB, "
+            f"largest error {_shown(entry['max_error'], 'g')}, "
             f"became zero {entry['zeros']:.2%}"
         )
     return [f"{name:<13} {text}" for name, text in out.items()]
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _made_by(store: ShardSet) -> dict[str, Any]:
