@@ -30,12 +30,13 @@ def verify(
     no sample is read. With --deep: every byte, every state finite, token ids and loss masks those
     of prepare; damaged samples are named. What is damaged is marked: no stage reads it, and `retry`
     opens exactly these units again. Units that are open, or whose states `clean --hidden` freed,
-    are not damaged, and live workers are not disturbed. Exit code 1 where anything is damaged.
+    are not damaged, and live workers are not disturbed. What cannot be looked at (no right to, an
+    ill mount) is told and not marked. Exit code 1 where anything is damaged or not looked at.
 
     A folder of shards that belongs to no run is held against its shards.json (`shards convert`
     writes it), or against its indexes alone; nothing is marked there.
 
-    --json: run, deep, ok, stages, damage, strays, marked, whole_again, not_marked (see
+    --json: run, deep, ok, stages, damage, unread, strays, marked, whole_again, not_marked (see
     kimi_eagle/proof/report.py).
 
     \b
@@ -75,12 +76,12 @@ def verify(
 
 
 def _tell(report: Report, as_json: bool, fix: str) -> None:
-    """Print, and end with exit code 1 where anything is damaged."""
+    """Print, and end with exit code 1 where not all is well."""
     if as_json:
         print_json(report.as_json())
     else:
         _print(report, fix)
-    if report.damage:
+    if not report.ok:
         click.get_current_context().exit(1)
 
 
@@ -88,14 +89,16 @@ def _print(report: Report, fix: str) -> None:
     from rich.console import Console
 
     from kimi_eagle.display import printable
+    from kimi_eagle.record import RIGHTS
 
     Console().print(_table(report))
-    for damage in report.damage[:SHOWN]:
-        where = [damage.stage, damage.unit, damage.file or "its record"]
-        where += [f"sample {damage.sample_id}"] if damage.sample_id else []
-        click.echo(printable(f"damaged: {'  '.join(x for x in where if x)}: {damage.what}"))
-    if len(report.damage) > SHOWN:
-        click.echo(f"and {len(report.damage) - SHOWN} more: see --json")
+    for word, faults in (("damaged", report.damage), ("not looked at", report.unread)):
+        for fault in faults[:SHOWN]:
+            where = [fault.stage, fault.unit, fault.file or "its record"]
+            where += [f"sample {fault.sample_id}"] if fault.sample_id else []
+            click.echo(printable(f"{word}: {'  '.join(x for x in where if x)}: {fault.what}"))
+        if len(faults) > SHOWN:
+            click.echo(f"and {len(faults) - SHOWN} more: see --json")
     for name in report.whole_again:
         click.echo(f"{name} was marked as damaged; every byte of it is right now: mark removed")
     alone = [row for row in report.rows if row.stage == "shards"]  # a folder, no run
@@ -112,7 +115,9 @@ def _print(report: Report, fix: str) -> None:
         )
     if report.damage:
         click.echo(f"fix: {fix}")
-    elif not report.deep:
+    if report.unread:
+        click.echo(f"fix: {RIGHTS}")
+    elif not report.damage and not report.deep:
         click.echo("no sample was read: --deep compares every byte")
 
 
@@ -120,8 +125,9 @@ def _table(report: Report) -> Any:
     from rich import box
     from rich.table import Table
 
-    counted = ("units", "files", "bytes", "ok", "damaged", "open", "freed", "failed")
-    names = [n for n in counted if n != "failed" or any(row.failed for row in report.rows)]
+    counted = ("units", "files", "bytes", "ok", "damaged", "open", "freed", "failed", "unread")
+    rare = {"failed", "unread"}
+    names = [n for n in counted if n not in rare or any(getattr(r, n) for r in report.rows)]
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("stage", "state", *names):
         left = name in ("stage", "state")

@@ -121,7 +121,7 @@ def read_json(path: Path) -> Any | None:
     try:
         with open(path, "rb", buffering=0) as f:  # half the time of Path.read_bytes
             return json.loads(f.read())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
 
 

@@ -10,6 +10,7 @@ from kimi_eagle import files, proof
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.ledger import Ledger, Unit
 from kimi_eagle.recipe import STAGES
+from kimi_eagle.record import RIGHTS, of_the_machine
 from kimi_eagle.rundir import RunDir
 from kimi_eagle.stages import upstream_of
 from kimi_eagle.stages.context import Context
@@ -63,7 +64,10 @@ def retry(ctx: Context) -> dict[str, Any]:
     states = {s.name: s for s in survey(ctx)}
     warnings = []
     for name in STAGES:
-        failed, damaged = _set_aside(ctx.ledger(name), states[name].units)
+        failed, damaged, unread = _set_aside(ctx.ledger(name), states[name].units)
+        if unread:
+            more = f" and {len(unread) - 1} units more" if len(unread) > 1 else ""
+            warnings.append(f"left as it is: {unread[0]}{more}; {RIGHTS}")
         if failed or damaged:
             found[name] = failed + damaged
         after = [s for s in STAGES if name in upstream_of(s) and states[s].state == "done"]
@@ -73,29 +77,36 @@ def retry(ctx: Context) -> dict[str, Any]:
                 "made again: what was made from damaged bytes cannot be told from the rest; to be "
                 f"sure, remove {ctx.run.stage(after[0]).records} before `run`"
             )
-    if proof.draft_faults(ctx, states["train"].units):
+    if any(not f.unread for f in proof.draft_faults(ctx, states["train"].units)):
         (ctx.run.draft / "record.json").unlink(missing_ok=True)
         found["draft"] = 1
     return found | ({"warnings": warnings} if warnings else {})
 
 
-def _set_aside(ledger: Ledger, units: list[Unit]) -> tuple[int, int]:
-    """Open failed and damaged units again; -> how many of each. Their marks go, last."""
+def _set_aside(ledger: Ledger, units: list[Unit]) -> tuple[int, int, list[str]]:
+    """Open failed and damaged units again; -> how many of each, and what cannot be looked at.
+
+    Their marks go, last.
+    """
     broken = ledger.broken(units)
     for unit in broken:
         ledger.set_aside(unit, "damaged")
         ledger.unmark(f"{unit.name}.{unit.key}")
     failed, damaged, freed = 0, len(broken), ledger.freed()
+    unread = []
     for record in ledger.records(units):
-        kept = record.attempt_name not in freed
+        fault = None if record.attempt_name in freed else record.files_whole()
+        marked = record.attempt_name not in freed and ledger.damage(record)
         if record.state == "failed":
             ledger.set_aside(record, "failed")
             failed += 1
-        elif kept and (record.files_whole() or ledger.damage(record)):
+        elif marked or (fault and not of_the_machine(fault)):
             ledger.set_aside(record, "damaged")
             damaged += 1
+        elif fault:
+            unread.append(fault)
         ledger.unmark(f"{record.unit}.{record.key}")  # handled, or of an earlier attempt
-    return failed, damaged
+    return failed, damaged, unread
 
 
 def clean_hidden(ctx: Context) -> dict[str, Any]:

@@ -8,6 +8,7 @@ left out because shared file systems are all that every cluster has.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from typing import Any
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
+from kimi_eagle.record import Record, why_none
 from kimi_eagle.rundir import StageDir
 
 KEY_DIGITS = 16
@@ -41,64 +43,6 @@ class Unit:
     @cached_property
     def key(self) -> str:
         return files.digest(self.parts)[:KEY_DIGITS]
-
-
-@dataclass(frozen=True)
-class Record:
-    """What is known of a finished unit (`state` done) or one given up (`state` failed)."""
-
-    stage_dir: StageDir
-    data: dict[str, Any]
-
-    @property
-    def unit(self) -> str:
-        return self.data["unit"]
-
-    @property
-    def key(self) -> str:
-        return self.data["key"]
-
-    @property
-    def state(self) -> str:
-        return self.data["state"]
-
-    @property
-    def counts(self) -> dict[str, Any]:
-        return self.data.get("counts", {})
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return self.data.get("info", {})
-
-    @cached_property
-    def kinds(self) -> dict[str, Path]:
-        """What follows unit and attempt in a file's name -> the file."""
-        return {f["name"].split(".", 2)[-1]: self._at(f) for f in self.data["files"]}
-
-    def _at(self, entry: dict[str, Any]) -> Path:
-        return self.stage_dir.files / entry["name"]
-
-    def path(self, suffix: str) -> Path:
-        """The one file of the unit whose name ends with `suffix`."""
-        (name,) = [f["name"] for f in self.data["files"] if f["name"].endswith(suffix)]
-        return self.stage_dir.files / name
-
-    @property
-    def attempt_name(self) -> str:
-        """`UNIT.KEY.aN`: this record and no other of the unit."""
-        return f"{self.unit}.{self.key}.a{self.data.get('attempt', 0)}"
-
-    def files_whole(self) -> str | None:
-        """None when every file is there with its size, else what is wrong (no bytes are read)."""
-        for entry in self.data["files"]:
-            path = self.stage_dir.files / entry["name"]
-            try:
-                size = path.stat().st_size
-            except FileNotFoundError:
-                return f"{path}: missing"
-            if size != entry["bytes"]:
-                return f"{path}: {size} bytes, recorded {entry['bytes']}"
-        return None
 
 
 @dataclass
@@ -136,13 +80,19 @@ class Ledger:
         return self.dir.records / f"{unit.name}.{unit.key}.json"
 
     def record(self, unit: Unit) -> Record | None:
-        """The record of the unit under its current key."""
+        """The record of the unit under its current key; RunError where the file is none."""
         path = self.record_path(unit)
-        data = files.read_json(path)
-        if data is None and not path.exists():
+        try:
+            data = files.read_json(path)
+        except OSError as e:
+            if e.errno not in (errno.EISDIR, errno.ELOOP):
+                raise
+            data = None
+        if data is None and not os.path.lexists(path):
             return None
-        if not isinstance(data, dict) or "files" not in data or "state" not in data:
-            raise RunError("not a record", where=path, fix="remove it: its unit is then open")
+        if why := why_none(data, f"{unit.name}.{unit.key}"):
+            again = f"kimi-eagle retry {self.dir.path.parent}"
+            raise RunError(why, where=path, fix=f"{again} makes its unit again")
         return Record(self.dir, data)
 
     def recorded_names(self) -> set[str]:
@@ -168,7 +118,7 @@ class Ledger:
                 marked.add(name[:-7])
         for unit in marked & found.inodes.keys():
             data = files.read_json(self.dir.records / f"{unit}.json")
-            if data is None or data.get("state") == "failed":
+            if not isinstance(data, dict) or data.get("state") == "failed":
                 found.failed.add(unit)
         doubtful = set()
         for name, inode in _entries(self.dir.rejected).items():
@@ -179,12 +129,13 @@ class Ledger:
                 else:
                     doubtful.add(unit)
         for unit in doubtful - found.rejected.keys():
-            data = files.read_json(self.dir.records / f"{unit}.json") or {}
-            found.rejected[unit] = data.get("counts", {}).get("rejected", 0)
+            data = files.read_json(self.dir.records / f"{unit}.json")
+            counts = data.get("counts", {}) if why_none(data, unit) is None else {}
+            found.rejected[unit] = counts.get("rejected", 0)
         for unit in found.inodes.keys() & set(self.marks()):
-            if (record := files.read_json(self.dir.records / f"{unit}.json")) is not None:
-                if self.damage(Record(self.dir, record)):
-                    found.damaged.add(unit)
+            data = files.read_json(self.dir.records / f"{unit}.json")
+            if why_none(data, unit) is None and self.damage(Record(self.dir, data)):
+                found.damaged.add(unit)
         return found
 
     def open_units(self, units: Iterable[Unit]) -> list[Unit]:
@@ -200,7 +151,8 @@ class Ledger:
         """Every record of a unit name, any key, newest first."""
         found = []
         for path in self.dir.records.glob(f"{name}.*.json"):
-            if data := files.read_json(path):
+            data = files.read_json(path)
+            if why_none(data, path.stem) is None:
                 found.append(Record(self.dir, data))
         return sorted(found, key=lambda r: r.data.get("ended", 0), reverse=True)
 
@@ -224,7 +176,7 @@ class Ledger:
         return files.create_exclusive(path, text)
 
     def broken(self, units: Iterable[Unit]) -> list[Unit]:
-        """Units whose record is there but is none: cut short, or not JSON."""
+        """Units whose record is there but is none: cut short, not JSON, or of another unit."""
         found = []
         for unit in units:
             try:

@@ -14,6 +14,7 @@ import xxhash
 
 from kimi_eagle import files
 from kimi_eagle.ledger import Record, Unit
+from kimi_eagle.record import of_the_machine, open_fault, size_fault, unreadable
 from kimi_eagle.rundir import RunDir
 
 BLOCK = 1 << 22
@@ -34,6 +35,11 @@ class Fault:
         """`FILE: sample ID: what`, for people and for damage marks."""
         sample = f"sample {self.sample_id}" if self.sample_id else ""
         return ": ".join(x for x in (self.file or "record", sample, self.what) if x)
+
+    @property
+    def unread(self) -> bool:
+        """Whether nobody could look: no right to, or the machine is ill. That is no damage."""
+        return of_the_machine(self.what)
 
 
 def record_faults(record: Record, unit: Unit, stage: str) -> Iterator[Fault]:
@@ -83,14 +89,8 @@ def size_faults(record: Record) -> Iterator[Fault]:
     """Files that are missing or have another size than recorded."""
     folder = str(record.stage_dir.files)
     for entry in record.data["files"]:
-        try:
-            size = os.stat(f"{folder}/{entry['name']}").st_size
-        except OSError as e:
-            missing = isinstance(e, FileNotFoundError)
-            yield Fault("missing" if missing else str(e.strerror), entry["name"])
-            continue
-        if size != entry["bytes"]:
-            yield Fault(f"{size} bytes, recorded {entry['bytes']}", entry["name"])
+        if fault := size_fault(f"{folder}/{entry['name']}", entry["bytes"]):
+            yield Fault(fault, entry["name"])
 
 
 def byte_faults(record: Record, on_bytes: Callable[[int], None]) -> Iterator[Fault]:
@@ -104,14 +104,18 @@ def digest_fault(
     path: Path, entry: dict, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Iterator[Fault]:
     """At most one fault: the file's bytes are not those of its entry in a record."""
-    state = xxhash.xxh3_128()
+    if fault := open_fault(path):
+        yield Fault(fault, entry["name"])
+        return
+    state, opened = xxhash.xxh3_128(), False
     try:
         with open(path, "rb", buffering=0) as f:
+            opened = True
             while block := f.read(BLOCK):
                 state.update(block)
                 on_bytes(len(block))
     except OSError as e:
-        yield Fault(f"cannot be read: {e.strerror}", entry["name"])
+        yield Fault(unreadable(e, path, opened=opened), entry["name"])
         return
     if state.hexdigest() != entry["xxh3"]:
         yield Fault("its bytes are not those recorded", entry["name"])
@@ -130,12 +134,11 @@ def draft_faults(run: RunDir, record: Record, *, deep: bool) -> Iterator[Fault]:
         try:
             if own.exists() and published.samefile(own):
                 continue
-            size = published.stat().st_size
         except OSError as e:
-            yield Fault(f"cannot be read: {e.strerror}", shown["name"])
+            yield Fault(unreadable(e, published), shown["name"])
             continue
-        if size != entry["bytes"]:
-            yield Fault(f"{size} bytes, recorded {entry['bytes']}", shown["name"])
+        if fault := size_fault(published, entry["bytes"]):
+            yield Fault(fault, shown["name"])
         elif deep:
             yield from digest_fault(published, shown)
 

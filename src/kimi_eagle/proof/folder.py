@@ -15,6 +15,7 @@ from kimi_eagle.errors import RunError
 from kimi_eagle.proof.files import Fault
 from kimi_eagle.proof.report import Count, Damage, OnBytes, Report, Row, threads_here
 from kimi_eagle.proof.shards import WatchedShard
+from kimi_eagle.record import open_fault
 from kimi_eagle.shards.folder import MANIFEST, open_folder, read_manifest
 from kimi_eagle.shards.layout import index_path
 
@@ -58,9 +59,13 @@ def verify_folder(
             first = first or shape
             if not faults and shape != first:
                 faults = [Fault(f"layers, hidden size {shape}, of others {first}", entry["name"])]
-            row.ok, row.damaged = row.ok + (not faults), row.damaged + bool(faults)
+            bad = any(not f.unread for f in faults)
+            row.ok, row.damaged = row.ok + (not faults), row.damaged + bad
+            row.unread += bool(faults) and not bad
             unit = entry["name"].removesuffix(".safetensors")
-            report.damage += [Damage(ROW, unit, "", 0, f.file, f.sample_id, f.what) for f in faults]
+            for f in faults:
+                told = report.unread if f.unread else report.damage
+                told.append(Damage(ROW, unit, "", 0, f.file, f.sample_id, f.what))
     count.end()
     if row.damaged:
         row.state = "damaged"
@@ -80,6 +85,9 @@ def _shard(
 ) -> tuple[list[Fault], tuple[tuple[int, ...], int] | None]:
     """Faults of one shard, and (layers, hidden size)."""
     name, index = _names(entry)
+    for own in (index, name):
+        if fault := open_fault(folder / own):
+            return [Fault(fault, own)], None
     try:
         shard = WatchedShard(folder / name, entry.get("index_xxh3"))
     except RunError as e:

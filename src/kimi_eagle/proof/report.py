@@ -30,6 +30,9 @@ class Row:
     open: int = 0
     freed: int = 0
     failed: int = 0
+    unread: int = 0
+    """Units of which something could not be looked at (no right to, an ill machine), and nothing
+    else is wrong."""
     strays: int = 0
     """Names under the stage's files that no current record knows."""
     reason: str = ""
@@ -57,9 +60,15 @@ class Report:
     deep: bool
     rows: list[Row] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
+    unread: list[Damage] = field(default_factory=list)
+    """What could not be looked at, in the same form; never marked."""
     marked: list[str] = field(default_factory=list)
     whole_again: list[str] = field(default_factory=list)
     not_marked: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.damage and not self.unread
 
     @property
     def strays(self) -> int:
@@ -67,7 +76,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The same for machines: run, deep, ok, stages, damage, strays, marked, ..."""
-        data = asdict(self) | {"ok": not self.damage, "strays": self.strays}
+        data = asdict(self) | {"ok": self.ok, "strays": self.strays}
         data["stages"] = data.pop("rows")
         return data
 

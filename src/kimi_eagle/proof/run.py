@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -173,8 +174,7 @@ def _quick(ctx: Context, state: StageState, report: Report) -> tuple[Row, list[_
             continue
         else:
             known |= {e["name"].split("/")[0] for e in record.data["files"]}
-            gone = record.attempt_name in freed and not record.path(".safetensors").exists()
-            if gone:
+            if record.attempt_name in freed and not os.path.exists(record.path(".safetensors")):
                 row.freed += 1
                 continue
             row.files += len(record.data["files"])
@@ -271,7 +271,9 @@ def _bad_parts(ctx: Context, states: dict[str, StageState], plain: list[_Unit]) 
     items = [i for i in plain if i.row.stage == "prepare"]
     if items:
         return {f.file for i in items for f in i.faults}
-    records = ctx.ledger("prepare").records(states["prepare"].units)
+    ledger, units = ctx.ledger("prepare"), states["prepare"].units
+    broken = ledger.broken(units)  # told by its own row; the ids of samples prove what they can
+    records = ledger.records(u for u in units if u not in broken)
     done = [r for r in records if r.state == "done"]
     return {f.file for r in done for f in files.byte_faults(r, lambda count: None)}
 
@@ -292,24 +294,15 @@ def _conclude(ctx: Context, item: _Unit, report: Report) -> None:
     if (now := _meanwhile(ctx, item)) is not None:
         setattr(row, now, getattr(row, now) + 1)
         return
-    row.damaged += 1
-    attempt = record.data.get("attempt", 0)
-    for fault in item.faults:
-        report.damage.append(
-            Damage(
-                row.stage,
-                item.unit.name,
-                item.unit.key,
-                attempt,
-                fault.file,
-                fault.sample_id,
-                fault.what,
-            )
-        )
-    lines = [f.line() for f in item.faults if not f.what.startswith("marked: ")]
-    samples = [f.sample_id for f in item.faults if f.sample_id]
-    whole = Record(record.stage_dir, record.data | {"unit": item.unit.name, "key": item.unit.key})
-    if lines and _write(report, lambda: ledger.mark_damaged(whole, lines, samples)):
+    bad = [f for f in item.faults if not f.unread]
+    row.damaged, row.unread = row.damaged + bool(bad), row.unread + (not bad)
+    place = row.stage, item.unit.name, item.unit.key, record.data.get("attempt", 0)
+    for f in item.faults:
+        told = report.unread if f.unread else report.damage
+        told.append(Damage(*place, f.file, f.sample_id, f.what))
+    lines = [f.line() for f in bad if not f.what.startswith("marked: ")]
+    samples = [f.sample_id for f in bad if f.sample_id]
+    if lines and _write(report, lambda: ledger.mark_damaged(record, lines, samples)):
         report.marked.append(name)
 
 
@@ -323,7 +316,7 @@ def _meanwhile(ctx: Context, item: _Unit) -> str | None:
         return None
     if now is None or now.data.get("attempt") != item.record.data.get("attempt"):
         return "open"
-    gone = any(not (now.stage_dir.files / e["name"]).exists() for e in now.data["files"])
+    gone = any(f.what == "missing" for f in files.size_faults(now))
     return "freed" if gone and now.attempt_name in ledger.freed() else None
 
 
@@ -349,8 +342,11 @@ def _draft(ctx: Context, todo: list[_Unit], report: Report, deep: bool) -> Itera
             row.state, row.open = "open", 1
             row.reason = "not there, or of an earlier training: `run` puts it there"
         elif faults := list(files.draft_faults(ctx.run, item.record, deep=deep)):
-            row.state, row.damaged = "damaged", 1
-            report.damage += [Damage(DRAFT, "", "", 0, f.file, None, f.what) for f in faults]
+            bad = [f for f in faults if not f.unread]
+            row.state, row.damaged, row.unread = "damaged", int(bool(bad)), int(not bad)
+            for f in faults:
+                told = report.unread if f.unread else report.damage
+                told.append(Damage(DRAFT, "", "", 0, f.file, None, f.what))
         else:
             row.ok = 1
         yield row

@@ -20,6 +20,7 @@ from kimi_eagle.data.rows import sample_id
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Record
 from kimi_eagle.proof.files import BLOCK, Fault
+from kimi_eagle.record import unreadable
 from kimi_eagle.shards import Shard
 from kimi_eagle.shards.index import INDEX_FORMAT, PREFIX
 from kimi_eagle.shards.layout import MAX_HEADER, PAGE, index_path
@@ -74,9 +75,10 @@ class WatchedShard(Shard):
     def _unreadable(self, row: int) -> str | None:
         """Read a sample by read(2) first: where a block is bad this says so, when the same block
         under a map would end the process (SIGBUS). Brings the pages in, too."""
-        mapped, buffer = self._mapped, bytearray(BLOCK)
+        mapped, buffer, opened = self._mapped, bytearray(BLOCK), False
         try:
             with open(self.path, "rb", buffering=0) as f:
+                opened = True
                 for part in (*self._stored(row), *self.tokens_at(row)):
                     at = part.__array_interface__["data"][0] - mapped.base
                     end = at + part.nbytes
@@ -86,7 +88,7 @@ class WatchedShard(Shard):
                             return "the file ends before it"
                         at += count
         except OSError as e:
-            return f"cannot be read: {e.strerror}"
+            return unreadable(e, self.path, opened=opened)
         return None
 
 
@@ -131,7 +133,7 @@ class ShardProof:
             with open(f"{self._folder}/{own}", "rb", buffering=0) as f:
                 data = f.read()
         except OSError as e:
-            yield Fault(f"cannot be read: {e.strerror}", own)
+            yield Fault(unreadable(e, f"{self._folder}/{own}"), own)
             return
         if files.bytes_digest(data) != self.index_entry["xxh3"]:
             yield Fault("its bytes are not those recorded", own)
@@ -164,7 +166,7 @@ class ShardProof:
                 if length <= MAX_HEADER:
                     head = head[:length] + f.read(max(0, length - len(head)))
         except OSError as e:
-            yield Fault(f"cannot be read: {e.strerror}", self._file)
+            yield Fault(unreadable(e, f"{self._folder}/{self._file}"), self._file)
             return
         if files.bytes_digest(head) != self.entry["xxh3"]:
             yield Fault("its header is not the one recorded", self._file)

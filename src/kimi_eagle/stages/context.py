@@ -16,6 +16,7 @@ from kimi_eagle import accepted, files
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.ledger import Ledger, Record, Unit
 from kimi_eagle.recipe import EngineSection, Recipe
+from kimi_eagle.record import RIGHTS, of_the_machine
 from kimi_eagle.rundir import RunDir, open_run
 from kimi_eagle.stages import module
 
@@ -129,7 +130,7 @@ class Context:
             raise GateShut(e.what, where=e.where, fix=again) from None
         self._judge(stage, units, records)
         if stage in self.reading and (fault := self._fault(stage, records)):
-            raise GateShut(fault, fix=again)
+            raise GateShut(fault, fix=RIGHTS if of_the_machine(fault) else again)
         return [r for r in records if r.state == "done"]
 
     def _fault(self, stage: str, records: list[Record]) -> str | None:
