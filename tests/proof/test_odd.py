@@ -209,3 +209,14 @@ def test_an_io_error_of_one_file_is_damage_and_of_its_folder_is_not(
         assert "extract" not in housekeeping.retry(ctx)
     assert found(proof.verify(ctx)) == {("extract", "00002")} and len(marks(ctx)) == 1
     assert housekeeping.retry(ctx)["extract"] == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "damaged"),
+    [("0" * 32, False), ("content/9:" + "0" * 32, False), ("content/1:" + "0" * 32, True)],
+)
+def test_content_is_compared_where_its_meaning_is_known(
+    ctx: Context, content: str, damaged: bool
+) -> None:
+    edit(ctx, "00002", "extract", lambda data: data["info"].update(content=content))
+    assert bool(proof.verify(ctx, deep=True).damage) == damaged

@@ -37,6 +37,7 @@ from kimi_eagle.shards.layout import (
     index_path,
 )
 
+CONTENT = "content/1:"
 QUEUE_BYTES = 1 << 30
 """States waiting to be written, at most: some 9 samples of 2,048 tokens of Kimi-K2.5."""
 SHARE = {"raw": 1.0, "lossless": 0.7, "fp8": 0.5}
@@ -108,9 +109,9 @@ class ShardWriter:
 
     @property
     def content(self) -> str:
-        """32 hex digits that stand for all samples in their order: equal for raw and lossless, and
-        whatever the files are named."""
-        return files.digest([self._rows[k] for k in ("sample_id", "n_tokens", "xxh3")])
+        """`content/1:` and 32 hex digits that stand for all samples in their order: equal for raw
+        and lossless, and whatever the files are named."""
+        return content_of(*(self._rows[k] for k in ("sample_id", "n_tokens", "xxh3")))
 
     @property
     def _per_token(self) -> int:
@@ -317,6 +318,11 @@ class _Line:
             with self._room:
                 self._waiting -= size
                 self._room.notify()
+
+
+def content_of(sample_ids: list[str], lengths: list[int], digests: list[str]) -> str:
+    """See ShardWriter.content. Another meaning gets another prefix: those are never compared."""
+    return CONTENT + files.digest([sample_ids, lengths, digests])
 
 
 def _text(value: Any) -> str:
