@@ -111,7 +111,7 @@ def test_attempts_are_not_in_the_digest_and_bytes_are(tiny: RunDir) -> None:
     path.write_text(text)
     assert written(tiny)["stages"]["extract"]["result_digest"] == before["result_digest"]
     path.unlink()
-    path.write_text(text.replace(data["info"]["content"], "0" * 32))  # other states
+    path.write_text(text.replace(data["info"]["content"], "content/1:0"))  # other states
     after = written(tiny)["stages"]["extract"]
     assert after["result_digest"] != before["result_digest"]
     assert after["keys_digest"] == before["keys_digest"]

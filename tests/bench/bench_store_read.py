@@ -3,8 +3,8 @@
     python tests/bench/bench_store_read.py [--samples 2000] [--rounds 5] [--folder DIR]
 
 Two shapes: SmolLM2's [64..448, 4, 576] and Kimi-K2.5's [8..56, 4, 7168]. Every way of reading ends
-with a sample's states in one buffer that is used again and again, as a training step copies them
-into its batch:
+with a sample's states in one torch buffer that is used again and again, copied there by torch with
+all cores, as training puts its batches together:
 
     copy      a slice of one numpy map over all states: the limit
     raw       ShardSet.at; `proven`: with the digest compared
@@ -34,6 +34,7 @@ from safetensors.torch import save_file
 from states import by_chance
 
 from kimi_eagle.shards import ShardSet, ShardWriter
+from kimi_eagle.training.tensors import bfloat16_view
 
 SHAPES = {"smollm2": ((64, 448), 4, 576), "kimi": ((8, 56), 4, 7168)}
 PER_SHARD = 200
@@ -77,7 +78,7 @@ def forget(folder: Path) -> None:
 def ways(folder: Path, shape: str) -> dict[str, Callable[[np.ndarray], None]]:
     """name -> read the samples of these numbers; each call opens nothing that was open before."""
     lengths, layers, hidden = SHAPES[shape]
-    out = np.empty((lengths[1], layers, hidden), np.uint16)
+    out = torch.empty((lengths[1], layers, hidden), dtype=torch.bfloat16)
 
     def opened(codec: str) -> ShardSet:
         return ShardSet(sorted(folder.glob(f"{codec}-*.safetensors")))
@@ -88,38 +89,37 @@ def ways(folder: Path, shape: str) -> dict[str, Callable[[np.ndarray], None]]:
     def copy(numbers: np.ndarray) -> Iterator[None]:
         flat = np.memmap(folder / "flat.bin", np.uint16, "r").reshape(-1, layers, hidden)
         for i in numbers:
-            out[: counts[i]] = flat[ends[i] - counts[i] : ends[i]]
+            out[: counts[i]] = bfloat16_view(flat[ends[i] - counts[i] : ends[i]])
             yield
 
     def raw(numbers: np.ndarray) -> Iterator[None]:
         store = opened("raw")
         for i in numbers:
-            states = store.at(i)["hidden_states"]
+            states = bfloat16_view(store.at(i)["hidden_states"])
             out[: len(states)] = states
             yield
 
     def proven(numbers: np.ndarray) -> Iterator[None]:
         store = opened("raw")
         for i in numbers:
-            states = store.proven(i)["hidden_states"]
+            states = bfloat16_view(store.proven(i)["hidden_states"])
             out[: len(states)] = states
             yield
 
     def decoded(codec: str) -> Callable[[np.ndarray], Iterator[None]]:
         def run(numbers: np.ndarray) -> Iterator[None]:
             for sample in opened(codec).read(numbers, ahead=8, threads=2):
-                out[: len(sample["hidden_states"])] = sample["hidden_states"]
+                states = bfloat16_view(sample["hidden_states"])
+                out[: len(states)] = states
                 yield
 
         return run
-
-    target = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
 
     def files(numbers: np.ndarray) -> Iterator[None]:
         transfer = FileTransfer(folder / "files")
         for i in numbers:
             states = transfer.get_cached(int(i))["hidden_states"]
-            target[: len(states)] = states
+            out[: len(states)] = states
             yield
 
     return {
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the files are made (a disk)")
     parser.add_argument("--shapes", default="smollm2,kimi")
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # as training does
     fine = True
     for shape in args.shapes.split(","):
         with tempfile.TemporaryDirectory(dir=args.folder) as temp:

@@ -25,6 +25,9 @@ from kimi_eagle.rundir import RunDir, StageDir
 
 RULES = 1
 """To be raised when an entry is made in another way: earlier ones are then not taken over."""
+CONTENT = "content/1:"
+"""What is compared of a shard (shards/writer.py, content_of)."""
+
 LISTED = 1000
 """Units, or files, of a stage that a lock names one by one; of more it holds the digest."""
 MACHINES_NAMED = 16
@@ -168,7 +171,8 @@ def _stands_for(record: dict[str, Any], entry: dict[str, Any]) -> str | None:
     if "of" not in entry:
         return entry["xxh3"]
     info = record.get("info")
-    return info.get("content") if isinstance(info, dict) else None
+    content = info.get("content") if isinstance(info, dict) else None
+    return content if str(content).startswith(CONTENT) else None  # others mean something else
 
 
 def kind_of(name: str) -> str:
