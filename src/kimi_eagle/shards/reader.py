@@ -151,8 +151,12 @@ class Shard:
 
         RunError where states cannot be decoded.
         """
-        token_ids, mask = self.tokens_at(row)
-        return {"hidden_states": self._states(row), "token_ids": token_ids, "loss_mask": mask}
+        mapped, part = self._mapped, self._slice(row)
+        return {
+            "hidden_states": self._states(row, mapped, part),
+            "token_ids": mapped.arrays["token_ids"][part],
+            "loss_mask": mapped.arrays["loss_mask"][part].view(np.bool_),
+        }
 
     def tokens_at(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """token_ids int32 [T] and loss_mask bool [T], without touching the states."""
@@ -210,8 +214,11 @@ class Shard:
 
     def _stored(self, row: int) -> list[np.ndarray]:
         """The stored bytes of a sample's states, asked for where they are not in memory."""
-        mapped, part = self._mapped, self._slice(row)
-        if self.codec == "lossless":
+        return self._stored_in(self._mapped, self._slice(row), row)
+
+    def _stored_in(self, mapped: _Mapped, part: slice, row: int) -> list[np.ndarray]:
+        codec = self.index.codec
+        if codec == "lossless":
             start = int(self.index.columns["offset"][row])
             found = [
                 mapped.arrays["blocks"][start : start + int(self.index.columns["n_bytes"][row])]
@@ -220,13 +227,13 @@ class Shard:
             found = [mapped.arrays["hidden_states"][part]]
             start = part.start * found[0].strides[0]
         pages.bring_in(mapped.data, mapped.base, mapped.begin + start, found[0].nbytes)
-        return [*found, mapped.arrays["scales"][part]] if self.codec == "fp8" else found
+        return [*found, mapped.arrays["scales"][part]] if codec == "fp8" else found
 
-    def _states(self, row: int) -> np.ndarray:
-        stored = self._stored(row)
-        if self.codec == "raw":
+    def _states(self, row: int, mapped: _Mapped, part: slice) -> np.ndarray:
+        stored, codec = self._stored_in(mapped, part, row), self.index.codec
+        if codec == "raw":
             return stored[0]
-        if self.codec == "fp8":
+        if codec == "fp8":
             return codecs.dequantise(*stored)
         shape = (int(self.lengths[row]), len(self.layers), self.hidden_size)
         try:
