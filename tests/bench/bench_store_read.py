@@ -2,10 +2,9 @@
 
     python tests/bench/bench_store_read.py [--samples 2000] [--rounds 5] [--folder DIR]
 
-Two shapes: SmolLM2's [64..448, 4, 576] and Kimi-K2.5's [4..36, 4, 7168], of about
-as many bytes (1.2 MB). Every way of reading ends
-with a sample's states in one torch buffer that is used again and again, copied there by torch with
-all cores, as training puts its batches together:
+Two shapes: SmolLM2's [64..448, 4, 576] and Kimi-K2.5's [4..36, 4, 7168], of about as many bytes
+(1.2 MB). Every way of reading ends with a sample's states in one torch buffer that is used again
+and again, copied there by torch with all cores, as training puts its batches together:
 
     copy      a slice of one numpy map over all states: the limit
     raw       ShardSet.at; `proven`: with the digest compared
