@@ -1,6 +1,5 @@
 """run.lock.json says what a run was made from, at every moment and whatever is broken."""
 # ruff: noqa: F811 (fixtures that are imported)
-
 from __future__ import annotations
 
 import json

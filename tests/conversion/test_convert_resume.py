@@ -96,7 +96,9 @@ def check_kills(tmp_path: Path, target: str, times: int, seed: int) -> None:
     assert tree(src) == untouched
 
 
-@pytest.mark.parametrize("target", ["shards", "speculators"])
+@pytest.mark.parametrize(
+    "target", ["shards", pytest.param("speculators", marks=pytest.mark.campaign)]
+)
 def test_killed_conversions_go_on(tmp_path, target):
     check_kills(tmp_path, target, times=3, seed=1)
 

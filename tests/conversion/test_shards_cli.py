@@ -318,6 +318,7 @@ def test_a_shard_of_the_old_format_is_refused(tmp_path):
     assert "shard-index/1" in error_of(shards("info", tmp_path), 1)
 
 
+@pytest.mark.campaign
 def test_killed_command_goes_on(tmp_path):
     """The command line itself, killed while it converts."""
     src = write_shards(tmp_path / "in", make(60, hidden=64), each=1)
