@@ -23,6 +23,9 @@ MACHINE = {
 }
 """Why a file cannot be read that may be whole all the same: who asks has no right to, or the
 machine is ill. No damage, and nothing is made again for it."""
+CONTENT = "content/1:"
+"""How `info.content` of a unit of extract begins (shards/writer.py, content_of). What begins
+otherwise means something else, and is not compared."""
 UNREADABLE = "cannot be read ("
 RIGHTS = "give the rights to read these files, or mend mount or disk; nothing is made again for it"
 
@@ -64,8 +67,8 @@ class Record:
 
     def path(self, suffix: str) -> Path:
         """The one file of the unit whose name ends with `suffix`."""
-        (name,) = [f["name"] for f in self.data["files"] if f["name"].endswith(suffix)]
-        return self.stage_dir.files / name
+        (entry,) = [f for f in self.data["files"] if f["name"].endswith(suffix)]
+        return self._at(entry)
 
     @property
     def attempt_name(self) -> str:
@@ -79,7 +82,7 @@ class Record:
         """
         unread = None
         for entry in self.data["files"]:
-            path = self.stage_dir.files / entry["name"]
+            path = self._at(entry)
             if fault := size_fault(path, entry["bytes"]):
                 if not of_the_machine(fault):
                     return f"{path}: {fault}"

@@ -203,6 +203,8 @@ class _Export:
         import torch
         from safetensors.torch import save
 
+        from kimi_eagle.training.tensors import bfloat16_view
+
         states = np.ascontiguousarray(item.states)
         xxh3 = _content(item)
         if item.xxh3 and item.kind == "bf16" and item.xxh3 != xxh3:
@@ -211,7 +213,7 @@ class _Export:
                 where=f"sample {item.sample_id}",
             )
         tensors = {
-            STATES: bfloat16(states),
+            STATES: bfloat16_view(states),
             "token_ids": torch.from_numpy(item.token_ids.astype(np.int64)),
         }
         # One key: safetensors writes several in an order of chance (0.8.0), and equal input is to
@@ -223,17 +225,6 @@ class _Export:
 def _content(item: Sample) -> str:
     states = np.ascontiguousarray(item.states)
     return digest64([states, item.token_ids, item.loss_mask.view(np.uint8)])
-
-
-def bfloat16(states: np.ndarray) -> Any:
-    """uint16 bits as a torch tensor over the same memory, which nothing here writes to."""
-    import warnings
-
-    import torch
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(states.view(np.int16)).view(torch.bfloat16)
 
 
 def _same(out: Path, want: dict[str, Any]) -> None:

@@ -21,13 +21,11 @@ from typing import Any
 
 from kimi_eagle import files
 from kimi_eagle.recipe import STAGES, Recipe
+from kimi_eagle.record import CONTENT
 from kimi_eagle.rundir import RunDir, StageDir
 
 RULES = 1
 """To be raised when an entry is made in another way: earlier ones are then not taken over."""
-CONTENT = "content/1:"
-"""What is compared of a shard (shards/writer.py, content_of)."""
-
 LISTED = 1000
 """Units, or files, of a stage that a lock names one by one; of more it holds the digest."""
 MACHINES_NAMED = 16

@@ -20,11 +20,11 @@ from kimi_eagle.data.rows import sample_id
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Record
 from kimi_eagle.proof.files import BLOCK, Fault
-from kimi_eagle.record import unreadable
+from kimi_eagle.record import CONTENT, unreadable
 from kimi_eagle.shards import Shard
-from kimi_eagle.shards.index import INDEX_FORMAT, PREFIX
+from kimi_eagle.shards.index import INDEX_FORMAT, meta_of
 from kimi_eagle.shards.layout import MAX_HEADER, PAGE, index_path
-from kimi_eagle.shards.writer import CONTENT, content_of
+from kimi_eagle.shards.writer import content_of
 
 if TYPE_CHECKING:
     from kimi_eagle.stages.context import Context
@@ -226,8 +226,7 @@ def _footer(data: bytes) -> tuple[int, dict[str, str]]:
     import pyarrow.parquet as pq
 
     found = pq.ParquetFile(pa.BufferReader(data)).metadata
-    texts = found.metadata or {}
-    return found.num_rows, {k.decode().removeprefix(PREFIX): v.decode() for k, v in texts.items()}
+    return found.num_rows, meta_of(found.metadata)
 
 
 def _tokens(part: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -7,8 +7,9 @@ lossless: the high byte of each bfloat16 (sign and most of the exponent) carries
 information, the low byte (mantissa) all 8. So the two byte planes are taken apart, the low one is
 kept as it is and the high one is compressed by zstd (level 1; higher levels look for repetitions
 that are not there and came out larger). libzstd comes with pyarrow. Beside it, measured by
-tests/bench/bench_codecs.py: blosc2's shuffle + zstd has the same idea, but hands both planes to
-zstd; zipnn is faster in writing and needs torch and a format of its own, for 0.0005 of the size.
+tests/bench/bench_store_write.py: blosc2's shuffle + zstd has the same idea, but hands both planes
+to zstd and takes twice the time; zipnn is a little slower than this with all its checks, and needs
+torch and a format of its own, for 0.0005 of the size.
 
 fp8: e4m3 with a float32 scale for each token and layer, so that one layer's outliers (values reach
 25,000 in SmolLM2) or one token's do not cost the others their precision.

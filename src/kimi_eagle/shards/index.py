@@ -138,7 +138,7 @@ def read(path: Path | str, digest: str | None = None) -> Index:
         raise _damaged(path, "it is not the one that was recorded")
     try:
         file = pq.ParquetFile(pa.BufferReader(data))
-        meta = _meta(file.metadata.metadata)
+        meta = meta_of(file.metadata.metadata)
         if meta.get("format") != INDEX_FORMAT:
             raise RunError(
                 f"format {meta.get('format')!r}", where=path, expected=INDEX_FORMAT, fix=AGAIN
@@ -156,7 +156,8 @@ def read(path: Path | str, digest: str | None = None) -> Index:
     return index
 
 
-def _meta(found: Mapping[bytes, bytes] | None) -> dict[str, str]:
+def meta_of(found: Mapping[bytes, bytes] | None) -> dict[str, str]:
+    """Our own pairs of a Parquet file's key-value metadata, without their prefix."""
     texts = {k.decode(): v.decode() for k, v in (found or {}).items()}
     return {k.removeprefix(PREFIX): v for k, v in texts.items() if k.startswith(PREFIX)}
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.record import CONTENT
 from kimi_eagle.shards import index
 from kimi_eagle.shards.codecs import BF16_INFINITY, Encoded, ErrorReport, encode, finite
 from kimi_eagle.shards.layout import (
@@ -37,7 +38,6 @@ from kimi_eagle.shards.layout import (
     index_path,
 )
 
-CONTENT = "content/1:"
 QUEUE_BYTES = 1 << 30
 """States waiting to be written, at most: some 9 samples of 2,048 tokens of Kimi-K2.5."""
 SHARE = {"raw": 1.0, "lossless": 0.7, "fp8": 0.5}
