@@ -14,6 +14,7 @@ import click
 
 from kimi_eagle import (
     __version__,
+    cli_check,
     cli_image,
     cli_lock,
     cli_shards,
@@ -341,6 +342,7 @@ def clean(run_path: str, hidden: bool) -> None:
 
 
 for command in (
+    cli_check.check,
     cli_submit.submit,
     cli_watch.status,
     cli_watch.logs,

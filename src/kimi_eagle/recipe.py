@@ -238,6 +238,13 @@ class BenchmarkSection(Section):
     engine: StageEngineSection = StageEngineSection()
 
 
+class ContractsSection(Section):
+    """What `kimi-eagle check` and the stages' openings take as known."""
+
+    accepted: tuple[str, ...] = ()
+    """Ids of rules whose problems are meant to be so: told, but nothing stops. In no key."""
+
+
 class Recipe(Section):
     """A whole recipe file; `load` reads one."""
 
@@ -257,6 +264,7 @@ class Recipe(Section):
     vocab: VocabSection
     train: TrainSection = TrainSection()
     benchmark: BenchmarkSection
+    contracts: ContractsSection = ContractsSection()
     slurm: SlurmSection = SlurmSection()
     notify: NotifySection = NotifySection()
     container: ContainerSection = ContainerSection()

@@ -87,19 +87,19 @@ def _changes(ledger: Ledger, units: list[Unit]) -> dict[str, Any]:
             if aside == "damaged":
                 texts = ["set aside: damaged"]
         else:
-            texts = _differences(old[0].data["parts"], unit.parts)
+            texts = differences(old[0].data["parts"], unit.parts)
         for text in texts:
             counted[text] = counted.get(text, 0) + 1
     return counted
 
 
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
     """`engine.dtype: 'bfloat16' -> 'float32'` for every leaf that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         texts: list[str] = []
         for key in sorted(old.keys() | new.keys()):
             inner = f"{path}.{key}" if path else key
-            texts += _differences(old.get(key), new.get(key), inner)
+            texts += differences(old.get(key), new.get(key), inner)
         return texts
     return [] if old == new else [f"{path}: {old!r} -> {new!r}"]
 

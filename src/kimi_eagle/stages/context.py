@@ -179,7 +179,7 @@ def recipe_digest(recipe: Recipe) -> str:
 
     How many jobs do it, in what, and who is told may change in the middle of a run.
     """
-    made_elsewhere = {"slurm", "notify", "container"}
+    made_elsewhere = {"slurm", "notify", "container", "contracts"}
     return files.digest(recipe.model_dump(mode="json", exclude=made_elsewhere))
 
 

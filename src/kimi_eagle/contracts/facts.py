@@ -1,0 +1,142 @@
+"""What the rules look at: recipe, verifier, site, run, draft; each is opened once and when asked.
+
+Nothing here judges: `verifier` is the directory as it lies, whether or not it is whole.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kimi_eagle.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kimi_eagle.data.template import ChatTemplate
+    from kimi_eagle.ledger import Record
+    from kimi_eagle.rundir import RunDir
+    from kimi_eagle.shards.store import ShardSet
+    from kimi_eagle.site import Site
+    from kimi_eagle.stages.context import Context
+    from kimi_eagle.verifier import Verifier
+    from kimi_eagle.vocab import VocabMapping
+
+LIBRARIES = ("torch", "transformers", "vllm", "speculators")
+
+
+class Facts:
+    """One look at everything that a rule may speak of.
+
+    heavy: whether libraries that take seconds to import may be (inside a stage, or by `--full`).
+    given: facts that the caller holds already, by the name of the attribute: `mapping=...`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        site: Site | None = None,
+        run: RunDir | None = None,
+        draft: Path | None = None,
+        heavy: bool = False,
+        **given: Any,
+    ):
+        self.recipe, self.site, self.run, self.heavy = recipe, site, run, heavy
+        self._draft = draft
+        self.__dict__.update(given)
+
+    def lacks(self, need: str) -> bool:
+        """Whether something of `rule.NEEDS` is not at hand here and now."""
+        if need in LIBRARIES:
+            return not (self.heavy and find_spec(need) is not None)
+        match need:
+            case "gpu":
+                return self.lacks("torch") or not _gpus()
+            case "site":
+                return self.site is None
+            case "run":
+                return self.run is None or not self.run.spec.is_file()
+            case "sources":
+                return not all(Path(s.path).exists() for s in self.recipe.sources)
+            case "draft":
+                return self.draft is None
+        return getattr(self, need) is None
+
+    # -- from the recipe's files -----------------------------------------------------------------
+
+    @cached_property
+    def verifier(self) -> Verifier:
+        """The directory as it lies: its properties raise UsageError where something is wrong."""
+        from kimi_eagle.verifier import Verifier
+
+        section = self.recipe.verifier
+        return Verifier(Path(section.path), section.trust_remote_code)
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """As regenerate, prepare and benchmark use it. Needs transformers."""
+        from kimi_eagle.data.template import ChatTemplate
+
+        return ChatTemplate(self.verifier, self.recipe.template)
+
+    # -- from the run ----------------------------------------------------------------------------
+
+    @cached_property
+    def context(self) -> Context | None:
+        """The run under this recipe; None before it was begun."""
+        from kimi_eagle.stages.context import Context
+
+        return None if self.lacks("run") else Context(self.run, self.recipe)
+
+    @cached_property
+    def samples(self) -> list[Path] | None:
+        """Tokens parts of prepare (data/samples.py) as recorded, whatever the key; None without."""
+        parts = [
+            record.kinds[f"{part['name']}.tokens.parquet"]
+            for record in self.records("prepare")
+            for part in record.info["parts"]
+        ]
+        return parts or None
+
+    @cached_property
+    def states(self) -> ShardSet | None:
+        """The shards that extract has recorded so far; None before the first."""
+        from kimi_eagle.shards.store import ShardSet
+
+        records = self.records("extract")
+        return ShardSet([r.path(".safetensors") for r in records]) if records else None
+
+    @cached_property
+    def mapping(self) -> VocabMapping | None:
+        """Of the run's vocab stage; None before it."""
+        from kimi_eagle import vocab
+
+        for record in self.records("vocab"):
+            return vocab.load(record.path("d2t.npy"), record.path("t2d.npy"))
+        return None
+
+    @cached_property
+    def draft(self) -> Path | None:
+        """The draft asked about, else the run's own; None before training."""
+        if self._draft is not None:
+            return self._draft
+        own = self.run.draft if self.run is not None else None
+        return own if own is not None and own.is_dir() else None
+
+    def records(self, stage: str) -> list[Record]:
+        """The newest done record of each unit of a stage, whatever its key; [] without a run."""
+        if self.run is None or not self.run.stage(stage).records.is_dir():
+            return []
+        from kimi_eagle.ledger import Ledger
+
+        ledger = Ledger(self.run.stage(stage))
+        names = {name.rpartition(".")[0] for name in ledger.recorded_names()}
+        newest = [found[0] for name in sorted(names) if (found := ledger.records_of(name))]
+        return [r for r in newest if r.state == "done"]
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
