@@ -1,7 +1,7 @@
 """What comes before the first stage, however a run is started: image, recipe, start script, lock.
 
-`begin` is called by run, submit, --emit and --here. Nothing of the run is changed before the image
-is proven to be the pinned one.
+`begin` is called by run, submit, --emit and --here. Nothing of the run is changed before the rules
+hold that can be judged here, and the image is proven to be the pinned one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 def begin(run: RunDir, recipe: Recipe, recipe_path: Path, site: Site | None = None) -> Image | None:
     """Make the run follow the recipe, in the site's image (or the one it has); returns the image.
 
-    UsageError / RunError for an image that is not pinned, damaged, or another than the run's.
+    UsageError / RunError for an image that is not pinned, damaged, or another than the run's, and
+    for the first rule (contracts/RULES.md) that can be judged here and does not hold.
     """
+    from kimi_eagle import contracts
     from kimi_eagle.lock import runlock
 
+    contracts.enforce(contracts.Facts(recipe, site=site), contracts.rules().values())
     if start.inside():
         image = None
         follow(run, recipe, recipe_path)

@@ -56,10 +56,11 @@ def tokenizer(facts: Facts) -> Iterator[Problem]:
 @rule(
     "drift-verifier",
     what="Answers and states of the run come from the checkpoint that the recipe names now.",
-    why="A draft trained on the states of one checkpoint and served on another (a re-quantised one, "
-    "say) is accepted less often, and nothing else shows it.",
+    why="A draft trained on the states of one checkpoint and served on another (a re-quantised "
+    "one, say) is accepted less often, and nothing else shows it.",
     how="Verifier id (configuration, index, tokenizer, every safetensors header with its size) "
-    "against those in the records. Weights changed in place keep the id: `kimi-eagle verifier hash`.",
+    "against those in the records. Weights changed in place keep the id: `kimi-eagle verifier "
+    "hash` tells.",
     fix=AGAIN,
     needs=("run",),
     after=("verifier-directory", "drift-tokenizer"),
@@ -98,10 +99,10 @@ def template(facts: Facts) -> Iterator[Problem]:
 @rule(
     "drift-engine",
     what="Answers and states of the run were made with the engine settings of the recipe.",
-    why="dtype, lengths and parallel sizes are part of a unit's key: a change of one of them opens "
-    "all units of the stage again.",
-    how="Engine settings in the records against the recipe's, and against the version of vLLM where "
-    "one is installed here.",
+    why="dtype, lengths and parallel sizes are part of a unit's key: a change of one of them "
+    "opens all units of the stage again.",
+    how="Engine settings in the records against the recipe's, and against the version of vLLM "
+    "where one is installed here.",
     fix=AGAIN,
     needs=("run",),
 )
@@ -146,8 +147,8 @@ def _known(recorded: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 @rule(
     "drift-recipe",
     what="The run was begun with the recipe as it is now.",
-    why="A changed sampling, length, vocabulary or training key makes that stage and all that stand "
-    "on it again.",
+    why="A changed sampling, length, vocabulary or training key makes that stage and all that "
+    "stand on it again.",
     how="The recipe that the run holds against the file, key by key; layers, engine and template "
     "have rules of their own, keys that change no bytes are left out.",
     fix="look at `kimi-eagle explain RUN` after the next `run` or `submit`, or change it back",

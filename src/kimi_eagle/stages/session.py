@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from kimi_eagle import files
+from kimi_eagle import contracts, files
 from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Unit
 from kimi_eagle.lock import runlock
@@ -49,6 +49,7 @@ def run_stage(run_path: str | Path, stage: str) -> int:
         _refuse_outside(ctx)
         _refuse_held(ctx, stage)
         _refuse_other_recipe(ctx)
+        _refuse_broken_rules(ctx, stage)
         if stage == ctx.recipe.slurm.groups[0][0] and "KIMI_EAGLE_JOB" in os.environ:
             ctx.preflight()
         with Worker(folder, recipe_digest=recipe_digest(ctx.recipe), on_look=_beacon(ctx)) as w:
@@ -105,6 +106,15 @@ def _refuse_other_recipe(ctx: Context) -> None:
             where=ctx.run.path,
             fix="submit the recipe again",
         )
+
+
+def _refuse_broken_rules(ctx: Context, stage: str) -> None:
+    """The rules that open this stage, against the libraries of this very environment."""
+    facts = contracts.Facts(ctx.recipe, run=ctx.run, heavy=True)
+    try:
+        contracts.open_stage(facts, stage)
+    except RunError as e:
+        raise GateShut(e.what, where=e.where, expected=e.expected, fix=e.fix) from None
 
 
 def _who_is_at_it(ctx: Context, gate: Waiting) -> RunError:
