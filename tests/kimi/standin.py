@@ -1,9 +1,9 @@
 """Kimi-K2.5-INT4 as it lies on disk, without its bytes: true headers over files full of holes.
 
-Names, shapes, dtypes and the file of each tensor are those of the published checkpoint (SOURCES.md,
-"Weights"): 208,550 tensors in 64 safetensors files, 595 GB apparent, 30 MB real (the headers and
-the index). Whatever reads headers, sizes, names and configuration sees the real thing; whoever reads
-a weight gets zeros. Needs a file system with sparse files.
+Names, shapes, dtypes and the file of each tensor are those of the published checkpoint
+(SOURCES.md, "Weights"): 208,550 tensors in 64 safetensors files, 595 GB apparent, 52 MB real (the
+headers and the index). Whatever reads headers, sizes, names and configuration sees the real thing;
+whoever reads a weight gets zeros. Needs a file system with sparse files.
 
 By hand: `python tests/kimi/standin.py DIRECTORY`.
 """
@@ -134,7 +134,7 @@ def _tower(vision: dict) -> Iterator[Tensor]:
 
 
 def build(path: Path) -> Path:
-    """Write the directory (some seconds, 30 MB real); returns `path`."""
+    """Write the directory (a second or two, 52 MB real); returns `path`."""
     path.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         shutil.copy(HERE / name, path / name)

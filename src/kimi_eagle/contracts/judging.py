@@ -27,6 +27,8 @@ class Verdict:
     state: str
     problems: tuple[Problem, ...] = ()
     text: str = ""
+    stands_on: str = ""
+    """The broken rule without which this one was not judged."""
 
     def data(self) -> dict[str, Any]:
         """For JSON."""
@@ -83,8 +85,11 @@ def as_error(verdict: Verdict) -> RunError:
 
 def _verdict(rule: Rule, facts: Facts, before: dict[str, Verdict]) -> Verdict:
     for name in rule.after:
-        if name in before and before[name].state in (PROBLEM, ACCEPTED):
-            return Verdict(rule, LATER, text=f"stands on {name}")
+        if name not in before:
+            continue
+        broken = name if before[name].state in (PROBLEM, ACCEPTED) else before[name].stands_on
+        if broken:
+            return Verdict(rule, LATER, text=f"stands on {broken}", stands_on=broken)
     try:
         if lacking := [need for need in rule.needs if facts.lacks(need)]:
             stage = f", in {rule.stages[0]}" if rule.stages else ""
