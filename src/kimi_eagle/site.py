@@ -230,6 +230,12 @@ class Site(Section):
     """How GPUs are asked for: `--gpus-per-node=8`, `--gres=gpu:8`, or not at all (whole nodes)."""
     gpu_type: GpuType | None = None
     """Type in the request (`gpu:h200:8`, `h200:8`); unset: any."""
+    gpu_memory_gib: float | None = Field(default=None, gt=0, le=10_000)
+    """Memory of one GPU, GiB, as nvidia-smi shows it (MiB / 1024), for `kimi-eagle check`; unset:
+    what is known of gpu_type, if anything."""
+    load_gib_per_second: float | None = Field(default=None, gt=0, le=10_000)
+    """GiB a second that a node reads of the verifier's file system, for `kimi-eagle check`; unset:
+    [slurm] engine_load_minutes of the recipe alone tells how long a load takes."""
     cpus: int | None = Field(default=None, ge=1, le=65_535)
     """CPUs of each node of a job; unset: what Slurm gives, often a single one."""
     memory: Memory | None = None

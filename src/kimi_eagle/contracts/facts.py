@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kimi_eagle.recipe import Recipe
 
 if TYPE_CHECKING:
+    from kimi_eagle.capture.footprint import Weights
     from kimi_eagle.data.template import ChatTemplate
     from kimi_eagle.ledger import Record
     from kimi_eagle.rundir import RunDir
@@ -77,6 +78,13 @@ class Facts:
 
         section = self.recipe.verifier
         return Verifier(Path(section.path), section.trust_remote_code)
+
+    @cached_property
+    def weights(self) -> Weights:
+        """Bytes of the verifier's weights by layer; UsageError where a header is broken."""
+        from kimi_eagle.capture.footprint import weights
+
+        return weights(self.verifier)
 
     @cached_property
     def template(self) -> ChatTemplate:
