@@ -161,6 +161,9 @@ class VocabSection(Section):
     """Token ids always included, besides the tokenizer's special tokens."""
     force_special: bool = True
     """Always include control, tool and thinking tokens of the tokenizer."""
+    mapping: str | None = None
+    """Folder with a mapping made before (`kimi-eagle vocab import` or `vocab build`), taken as it
+    is instead of counting; the run's own tokens are counted for its coverage alone."""
 
 
 class DraftSection(Section):
@@ -181,6 +184,9 @@ class DraftSection(Section):
 class TrainSection(Section):
     """speculators' Eagle3 Trainer over the shards."""
 
+    from_: str | None = Field(default=None, alias="from")
+    """Directory of a draft to go on from (speculators' eagle3 format: RUN/draft, or a checkpoint).
+    Its shape and its own d2t are kept; optimizer and schedule start anew."""
     epochs: int = Field(default=3, ge=1)
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many optimizer steps, all epochs together."""
@@ -317,6 +323,10 @@ def input_paths(recipe: Recipe) -> dict[str, str]:
     paths |= {f"sources.{s.name}.path": s.path for s in recipe.sources}
     if recipe.template.chat_template:
         paths["template.chat_template"] = recipe.template.chat_template
+    if recipe.vocab.mapping:
+        paths["vocab.mapping"] = recipe.vocab.mapping
+    if recipe.train.from_:
+        paths["train.from"] = recipe.train.from_
     return paths
 
 
@@ -336,13 +346,19 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
     def full(text: str) -> str:
         return absolute_path(text, base)
 
-    template = recipe.template
+    template, vocab, train = recipe.template, recipe.vocab, recipe.train
     if template.chat_template:
         template = template.model_copy(update={"chat_template": full(template.chat_template)})
+    if vocab.mapping:
+        vocab = vocab.model_copy(update={"mapping": full(vocab.mapping)})
+    if train.from_:
+        train = train.model_copy(update={"from_": full(train.from_)})
     return recipe.model_copy(
         update={
             "verifier": recipe.verifier.model_copy(update={"path": full(recipe.verifier.path)}),
             "template": template,
+            "vocab": vocab,
+            "train": train,
             "sources": tuple(
                 s.model_copy(update={"path": full(s.path), "name": s.name or Path(s.path).stem})
                 for s in recipe.sources

@@ -19,7 +19,13 @@ from kimi_eagle.errors import UsageError
 class Section(BaseModel):
     """Base of all sections: unknown keys refused, values frozen, no silent coercion."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,  # `from` is no name in Python, but the key in every file
+    )
 
 
 Model = TypeVar("Model", bound=Section)
@@ -95,7 +101,8 @@ def _section(root: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseMode
 
 def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
     section = _section(model, loc)
-    return list(section.model_fields) if section else []
+    fields = section.model_fields if section else {}
+    return [field.alias or name for name, field in fields.items()]
 
 
 def _about(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
     from kimi_eagle.verifier import Verifier
 
 FORMAT = "vocab/1"
+MANY = 8
+"""Draft tokens from which on offsets that grow at every step are no offsets."""
 
 
 @dataclass(frozen=True, eq=False)
 class VocabMapping:
     """d2t int64 [D], offsets; t2d bool [V] with exactly D true; coverage: share of the counted
-    tokens whose id the draft can name; digest of the counts the choice was made by."""
+    tokens whose id the draft can name; digest of the counts the choice was made by. Of a mapping
+    from elsewhere the counts may be unknown: coverage nan, digest ""."""
 
     d2t: np.ndarray
     t2d: np.ndarray
@@ -193,8 +197,46 @@ def build_mapping(
         d2t=chosen - np.arange(draft_vocab_size),
         t2d=t2d,
         coverage=float(counts[t2d].sum() / total) if total else 1.0,
-        counts_digest=_digest(counts),
+        counts_digest=counts_digest(counts),
     )
+
+
+def from_offsets(d2t: np.ndarray, vocab_size: int, t2d: np.ndarray | None = None) -> VocabMapping:
+    """A mapping from elsewhere, as it is: nothing is judged (contracts/mapping.py does).
+
+    d2t: offsets [D]. t2d: [vocab_size]; made from d2t where there is none.
+    """
+    if t2d is None:
+        targets = d2t + np.arange(len(d2t))
+        t2d = np.zeros(vocab_size, bool)
+        t2d[targets[(targets >= 0) & (targets < vocab_size)]] = True
+    return VocabMapping(d2t.astype(np.int64), t2d.astype(bool), math.nan, "")
+
+
+def offset_fault(d2t: np.ndarray, vocab_size: int, t2d: np.ndarray | None = None) -> str | None:
+    """What keeps d2t from being offsets (target = i + d2t[i]) to ascending distinct tokens of the
+    verifier, in words; None where nothing does.
+
+    Absolute ids are recognised by t2d [vocab_size]. Without one: offsets stay equal where two
+    tokens are neighbours, absolute ids grow everywhere, and among many tokens some are neighbours.
+    """
+    if d2t.ndim != 1 or not len(d2t) or d2t.dtype.kind not in "iu":
+        return f"d2t is {d2t.dtype} {list(d2t.shape)}, not a row of whole numbers"
+    d2t = d2t.astype(np.int64)
+    targets = d2t + np.arange(len(d2t))
+    if t2d is not None and len(d2t) > 1 and np.array_equal(np.flatnonzero(t2d), d2t):
+        return "d2t holds absolute token ids, not offsets"
+    if t2d is None and len(d2t) >= MANY and (np.diff(d2t) > 0).all():
+        return "d2t holds absolute token ids, not offsets"
+    if bad := targets[(targets < 0) | (targets >= vocab_size)].tolist():
+        return f"d2t names token {bad[0]}, the verifier has {vocab_size}"
+    if len(np.unique(targets)) < len(targets):
+        values, counts = np.unique(targets, return_counts=True)
+        return f"d2t names token {values[counts > 1][0]} twice"
+    if (np.diff(targets) < 0).any():
+        first, then = targets[int(np.flatnonzero(np.diff(targets) < 0)[0]) :][:2]
+        return f"d2t is not in order: token {then} comes after token {first}"
+    return None
 
 
 def special_ids(verifier: Verifier) -> tuple[int, ...]:
@@ -231,7 +273,7 @@ def save(mapping: VocabMapping, path: Callable[[str], Path]) -> list[Path]:
         "format": FORMAT,
         "draft_vocab_size": len(mapping.d2t),
         "target_vocab_size": len(mapping.t2d),
-        "coverage": mapping.coverage,
+        "coverage": None if math.isnan(mapping.coverage) else mapping.coverage,
         "counts_digest": mapping.counts_digest,
         "digest": mapping.digest,
     }
@@ -251,7 +293,7 @@ def load(d2t: Path, t2d: Path) -> VocabMapping:
         mapping = VocabMapping(
             np.load(d2t, allow_pickle=False),
             np.load(t2d, allow_pickle=False),
-            float(data["coverage"]),
+            math.nan if data["coverage"] is None else float(data["coverage"]),
             str(data["counts_digest"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as e:
@@ -263,5 +305,6 @@ def load(d2t: Path, t2d: Path) -> VocabMapping:
     return mapping
 
 
-def _digest(counts: np.ndarray) -> str:
+def counts_digest(counts: np.ndarray) -> str:
+    """blake2b-128 hex of counts, int64 [V]."""
     return hashlib.blake2b(np.ascontiguousarray(counts, "<i8"), digest_size=16).hexdigest()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kimi_eagle.shards.store import ShardSet
     from kimi_eagle.site import Site
     from kimi_eagle.stages.context import Context
+    from kimi_eagle.training.draftfiles import DraftFiles
     from kimi_eagle.verifier import Verifier
     from kimi_eagle.vocab import VocabMapping
 
@@ -159,20 +160,48 @@ class Facts:
 
     @cached_property
     def mapping(self) -> VocabMapping | None:
-        """Of the run's vocab stage; None before it."""
+        """Of the run's vocab stage where it was made by this recipe, else the one that the recipe
+        brings along; None before both. RunError or UsageError where it cannot be read."""
         from kimi_eagle import vocab
+        from kimi_eagle.stages.vocab import brought_along
 
+        brought = brought_along(self.recipe, self.verifier.vocab_size)
+        section = self.recipe.vocab.model_dump(mode="json", exclude={"mapping"})
         for record in self.records("vocab"):
-            return vocab.load(record.path("d2t.npy"), record.path("t2d.npy"))
-        return None
+            parts, own = record.data["parts"], record.info.get("digest")
+            if parts.get("vocab") == section and (brought is None or own == brought.digest):
+                return vocab.load(record.path("d2t.npy"), record.path("t2d.npy"))
+        return brought
 
     @cached_property
     def draft(self) -> Path | None:
-        """The draft asked about, else the run's own; None before training."""
+        """The draft asked about, else the run's own where it was trained by this recipe; None
+        before training."""
         if self._draft is not None:
             return self._draft
+        from kimi_eagle.stages.train import of_recipe
+
+        made = [r for r in self.records("train") if r.data["parts"].get("train")]
         own = self.run.draft if self.run is not None else None
-        return own if own is not None and own.is_dir() else None
+        current = any(r.data["parts"]["train"] == of_recipe(self.recipe) for r in made)
+        return own if own is not None and own.is_dir() and current else None
+
+    @cached_property
+    def draft_files(self) -> DraftFiles:
+        """The draft as it lies: its properties raise UsageError where something is wrong."""
+        from kimi_eagle.training.draftfiles import DraftFiles
+
+        return DraftFiles(self.draft)
+
+    @cached_property
+    def start(self) -> DraftFiles:
+        """The draft that `train.from` names; NotConcerned where the recipe names none."""
+        from kimi_eagle.contracts.rule import NotConcerned
+        from kimi_eagle.training.draftfiles import DraftFiles
+
+        if self.recipe.train.from_ is None:
+            raise NotConcerned("training starts anew")
+        return DraftFiles(self.recipe.train.from_)
 
     def records(self, stage: str) -> list[Record]:
         """The newest done record of each unit of a stage, whatever its key; [] without a run."""

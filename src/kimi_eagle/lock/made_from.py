@@ -53,7 +53,7 @@ def digest_of(
             known[f["name"], f["bytes"], f["mtime_ns"]] = f["sha256"]
     read, entries = 0, []
     try:
-        for file in find_files(path) if path.is_dir() else [path]:
+        for file in _files(path):
             stat = file.stat()
             name = str(file.relative_to(path)) if file != path else file.name
             about = {"name": name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -88,6 +88,15 @@ def digest_of(
     else:
         found |= {"file_count": len(entries), "seen": seen}
     return found, read
+
+
+def _files(path: Path) -> list[Path]:
+    """The data files of a source; all files of a folder with a draft or a mapping."""
+    if not path.is_dir():
+        return [path]
+    if any((path / name).is_file() for name in ("config.json", "mapping.json")):
+        return sorted(p for p in path.iterdir() if p.is_file())
+    return find_files(path)
 
 
 def _entries(before: dict[str, Any]) -> list[dict[str, Any]]:

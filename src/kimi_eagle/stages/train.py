@@ -18,9 +18,11 @@ from kimi_eagle.files import digest
 from kimi_eagle.ledger import Record, Unit
 from kimi_eagle.provenance import version
 from kimi_eagle.stages.context import Context
+from kimi_eagle.training.draftfiles import DraftFiles
 from kimi_eagle.worker import Stopped
 
 if TYPE_CHECKING:
+    from kimi_eagle.recipe import Recipe
     from kimi_eagle.shards.store import ShardSet
     from kimi_eagle.training.damage import Damage
     from kimi_eagle.worker import Attempt, Worker
@@ -36,16 +38,23 @@ def plan(ctx: Context) -> list[Unit]:
     (mapping,) = ctx.gate("vocab")
     parts = {
         "format": FORMAT,
-        # What is done when something is wrong changes nothing of what is to be made.
-        "train": ctx.recipe.train.model_dump(mode="json", exclude=ANSWERS_TO_DAMAGE),
+        "train": of_recipe(ctx.recipe),
         "seed": ctx.recipe.seed,
         "shards": digest([r.key for r in shards]),
         "vocab": mapping.info["digest"],
         "speculators": version("speculators"),
         "torch": version("torch"),
     }
+    if start := ctx.recipe.train.from_:
+        parts["from"] = DraftFiles(start).digest()
     tokens = sum(r.counts["tokens"] for r in shards) * ctx.recipe.train.epochs
     return [Unit(name="all", parts=parts, tokens=tokens, payload=(shards, mapping))]
+
+
+def of_recipe(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's part of the key. What is done when something is wrong changes nothing of what is
+    to be made; the draft to start from has a part of its own."""
+    return recipe.train.model_dump(mode="json", exclude=ANSWERS_TO_DAMAGE | {"from_"})
 
 
 def work(ctx: Context, worker: Worker) -> None:

@@ -43,7 +43,7 @@ from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.shards.sampling import Sampling
 from kimi_eagle.shards.store import ShardSet
-from kimi_eagle.training import attention, checkpoints, curves, damage, patches
+from kimi_eagle.training import attention, checkpoints, curves, damage, patches, start
 from kimi_eagle.training.dataset import ShardBatchSampler, ShardDataset, ShardLoader
 from kimi_eagle.training.draft_config import speculator_config
 from kimi_eagle.training.trainer import ShardTrainer
@@ -128,21 +128,29 @@ def train(
 def build_model(
     recipe: Recipe, verifier: Any, d2t: Path, t2d: Path, *, device: str
 ) -> Eagle3DraftModel:
-    """A fresh draft with the verifier's embedding, head and final norm (frozen), float32."""
-    config = speculator_config(
-        recipe.train.draft,
-        verifier.path,
-        verifier.config,
-        layers=recipe.extract.layers,
-        draft_vocab_size=recipe.vocab.draft_vocab_size,
-        ttt_steps=recipe.train.ttt_steps,
-        attention=_attention(recipe, device),
-    )
-    model = Eagle3DraftModel(config=config)
-    model.load_vocab_mappings(torch.from_numpy(np.load(t2d)), torch.from_numpy(np.load(d2t)))
-    model.load_verifier_weights()
-    # A frozen copy of the verifier's: 3/4 of a SmolLM2 checkpoint, and on disk already.
-    model._keys_to_ignore_on_save = [*model._keys_to_ignore_on_save, "embed_tokens.weight"]
+    """The draft that `train.from` names, or a fresh one; float32. The verifier's embedding, head
+    and final norm are frozen in it. d2t, t2d: .npy, int64 [D] offsets and bool [V]."""
+    t2d_tensor, d2t_tensor = (torch.from_numpy(np.load(path)) for path in (t2d, d2t))
+    if recipe.train.from_ is not None:
+        model = start.load(
+            recipe, verifier, t2d_tensor, d2t_tensor, attention=_attention(recipe, device)
+        )
+    else:
+        config = speculator_config(
+            recipe.train.draft,
+            verifier.path,
+            verifier.config,
+            layers=recipe.extract.layers,
+            draft_vocab_size=recipe.vocab.draft_vocab_size,
+            ttt_steps=recipe.train.ttt_steps,
+            attention=_attention(recipe, device),
+        )
+        model = Eagle3DraftModel(config=config)
+        model.load_vocab_mappings(t2d_tensor, d2t_tensor)
+        model.load_verifier_weights()
+    if recipe.train.from_ is None or not start.has_own_embedding(model, verifier):
+        # A frozen copy of the verifier's: 3/4 of a SmolLM2 checkpoint, and on disk already.
+        model._keys_to_ignore_on_save = [*model._keys_to_ignore_on_save, "embed_tokens.weight"]
     if device == "cpu":
         # bfloat16 argmax is not vectorised on CPUs: 9 of them a step took 70 ms of 570.
         for head in (model.lm_head, model.verifier_lm_head):

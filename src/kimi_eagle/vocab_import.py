@@ -1,0 +1,82 @@
+"""A vocabulary mapping made by another program: read, told apart, and made ours.
+
+Reads t2d and d2t as .pt (torch.save, opened with weights_only) or .npy; writes nothing. Programs
+differ in how they write the same mapping: t2d as bool, int or uint8; d2t as offsets (speculators,
+vLLM: target = i + d2t[i]) or as absolute token ids. Which of the two is told by t2d, never
+guessed. What is wrong with a mapping is judged by the rules in contracts/mapping.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kimi_eagle.errors import UsageError
+from kimi_eagle.vocab import VocabMapping, counts_digest, from_offsets
+
+
+def read_array(path: Path) -> np.ndarray:
+    """The one tensor of a .pt or .npy file. UsageError: no such file, pickled code, no tensor."""
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, allow_pickle=False)
+        if path.suffix == ".pt":
+            import torch
+
+            found = torch.load(path, weights_only=True, map_location="cpu")
+            if not isinstance(found, torch.Tensor):
+                raise UsageError(f"holds a {type(found).__name__}", where=path, expected="a tensor")
+            return found.numpy()
+    except FileNotFoundError:
+        raise UsageError("no such file", where=path) from None
+    except UsageError:
+        raise
+    except Exception as e:  # torch and numpy raise many kinds; all mean the same here
+        raise UsageError(f"not a tensor: {str(e).splitlines()[0]}", where=path) from None
+    raise UsageError("unknown kind of file", where=path, expected=".pt or .npy")
+
+
+def take(t2d: np.ndarray, d2t: np.ndarray) -> tuple[VocabMapping, list[str]]:
+    """(the mapping with offsets, bool and int64; what was read as what, in words).
+
+    t2d: [V] bool, or whole numbers 0 and 1. d2t: [D] whole numbers. UsageError where they are not;
+    a d2t that is neither offsets nor absolute ids for this t2d is left as it is.
+    """
+    told = []
+    flags = _whole("t2d", t2d)
+    if ((flags != 0) & (flags != 1)).any():
+        other = "; are the two files swapped?" if len(t2d) < len(d2t) else ""
+        raise UsageError(f"t2d holds {int(flags.max())}", expected=f"0 and 1 (or bool){other}")
+    if t2d.dtype != bool:
+        told.append(f"t2d is {t2d.dtype}: taken as bool")
+    chosen, ids = np.flatnonzero(flags), _whole("d2t", d2t)
+    if d2t.dtype != np.int64:
+        told.append(f"d2t is {d2t.dtype}: taken as int64")
+    if len(ids) == len(chosen) and np.array_equal(ids, chosen):
+        told.append("d2t holds absolute token ids: turned into offsets")
+        ids = ids - np.arange(len(ids))
+    elif len(ids) == len(chosen) and np.array_equal(ids + np.arange(len(ids)), chosen):
+        told.append("d2t holds offsets, as vLLM and speculators want it")
+    return from_offsets(ids, len(flags), flags.astype(bool)), told
+
+
+def with_counts(mapping: VocabMapping, counts: np.ndarray) -> VocabMapping:
+    """The mapping with what counts (int64 [V]) say of it: coverage and their digest."""
+    return replace(mapping, coverage=mapping.covered(counts), counts_digest=counts_digest(counts))
+
+
+def _whole(name: str, array: np.ndarray) -> np.ndarray:
+    """As int64 [n]."""
+    fault: Any = None
+    if array.ndim != 1 or not array.size:
+        fault = f"{name} has shape {list(array.shape)}"
+    elif array.dtype.kind not in "biuf":
+        fault = f"{name} is {array.dtype}"
+    elif array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
+        fault = f"{name} holds no whole numbers"
+    if fault:
+        raise UsageError(fault, expected="a row of whole numbers")
+    return array.astype(np.int64)
