@@ -14,13 +14,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kimi_eagle.errors import UsageError
+from kimi_eagle.modelfiles import (
+    FLOATS,
+    Cut,
+    Header,
+    Missing,
+    Pointer,
+    content_hashes,
+    read_header,
+    read_json,
+    weight_file,
+)
 
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 SETTINGS_FILES = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
@@ -31,9 +41,8 @@ SINGLE = "model.safetensors"
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 LM_HEAD_NAMES = ("lm_head.weight",)
 NORM_NAMES = ("model.norm.weight", "transformer.ln_f.weight")
-FLOATS = {"BF16", "F16", "F32", "F64"}
-HEADER_LIMIT = 100 << 20  # bytes; the safetensors format's own limit
-LFS_MARK = b"version https://git-lfs"
+TABLES = {"embedding": EMBEDDING_NAMES, "lm_head": LM_HEAD_NAMES}
+"""The two matrices that the draft takes over, [vocab_size, hidden_size]."""
 
 
 def open_verifier(
@@ -78,13 +87,21 @@ class Verifier:
         self.path = path
         self.trust_remote_code = trust_remote_code
         self._tokenizer: Any = None
+        self._settings: dict[str, dict[str, Any]] = {}
+        self._found: dict[str, str] = {}
 
     # -- configuration -------------------------------------------------------------------------
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json as it stands."""
-        return self._json("config.json")
+        return read_json(self.path / "config.json")
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """A JSON file of the directory, read once; {} where there is none."""
+        if name not in self._settings:
+            self._settings[name] = read_json(self.path / name) if self._has(name) else {}
+        return self._settings[name]
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -109,13 +126,20 @@ class Verifier:
         """Positions the model was made for, tokens."""
         return self._integer("max_position_embeddings", "n_positions", "seq_length")
 
+    @property
+    def tied(self) -> bool:
+        """Whether lm_head is the embedding."""
+        for config in (self.text_config, self.config):
+            if "tie_word_embeddings" in config:
+                return bool(config["tie_word_embeddings"])
+        return True  # transformers' PretrainedConfig default
+
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: generation_config.json first, then config.json; no doubles."""
-        generation = self.path / "generation_config.json"
-        places = [self._json(generation.name)] if generation.is_file() else []
+        generation = self.settings("generation_config.json")
         found: list[int] = []
-        for place in [*places, self.config, self.text_config]:
+        for place in (generation, self.config, self.text_config):
             value = place.get("eos_token_id")
             found += value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(int(i) for i in found))
@@ -166,8 +190,7 @@ class Verifier:
         for name in ("chat_template.jinja", "chat_template.json"):
             if (self.path / name).is_file():
                 return True
-        settings = self.path / "tokenizer_config.json"
-        return settings.is_file() and bool(self._json(settings.name).get("chat_template"))
+        return bool(self.settings("tokenizer_config.json").get("chat_template"))
 
     def tokenizer_digest(self) -> str:
         """blake2b-128 hex over the tokenizer's files and their names."""
@@ -180,12 +203,12 @@ class Verifier:
         """Tensor name -> file name, from the index or from the single file's header."""
         index = self.path / INDEX
         if index.is_file():
-            found = self._json(INDEX).get("weight_map")
+            found = self.settings(INDEX).get("weight_map")
             if not isinstance(found, dict) or not found:
                 raise UsageError("index without weight_map", where=index)
             return found
         if (self.path / SINGLE).is_symlink() or (self.path / SINGLE).exists():
-            header = self._header(SINGLE)
+            header = read_header(self.path / SINGLE)
             return {name: SINGLE for name in header if name != "__metadata__"}
         raise UsageError(
             "no weights",
@@ -195,9 +218,25 @@ class Verifier:
         )
 
     @cached_property
-    def headers(self) -> dict[str, dict[str, Any]]:
+    def opened(self) -> dict[str, Header | Missing | Pointer | Cut]:
+        """File name -> safetensors header of every weight file, or what is wrong with the file."""
+        found: dict[str, Header | Missing | Pointer | Cut] = {}
+        for name in sorted(set(self.weight_map.values())):
+            try:
+                found[name] = read_header(self.path / name)
+            except (Missing, Pointer, Cut) as e:
+                found[name] = e
+        return found
+
+    @property
+    def headers(self) -> dict[str, Header]:
         """File name -> safetensors header of every weight file, each checked against its size."""
-        return {name: self._header(name) for name in sorted(set(self.weight_map.values()))}
+        headers: dict[str, Header] = {}
+        for name, found in self.opened.items():
+            if isinstance(found, UsageError):
+                raise found
+            headers[name] = found
+        return headers
 
     def find(self, suffixes: str | Iterable[str]) -> str:
         """The one tensor name equal to, or ending in `.SUFFIX` of, the first suffix that matches.
@@ -207,9 +246,12 @@ class Verifier:
         """
         suffixes = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
         for suffix in suffixes:
+            if suffix in self._found:
+                return self._found[suffix]
             names = [n for n in self.weight_map if n == suffix or n.endswith("." + suffix)]
             if names:
-                return min(names, key=lambda n: (n.count("."), len(n), n))
+                self._found[suffix] = min(names, key=lambda n: (n.count("."), len(n), n))
+                return self._found[suffix]
         raise UsageError(
             f"no tensor named {' or '.join(suffixes)}", where=self.path, expected="it in the index"
         )
@@ -219,31 +261,85 @@ class Verifier:
         from safetensors import safe_open
 
         name = self.find(suffixes)
-        with safe_open(self._weights(self.weight_map[name]), framework="pt") as f:
+        file = weight_file(self.path / self.weight_map[name])
+        with safe_open(file, framework="pt") as f:
             return f.get_tensor(name)
 
     def embedding(self) -> Any:
         """Token embedding, [vocab_size, hidden_size], floating point."""
-        return self._table(EMBEDDING_NAMES, "embedding")
+        return self.tensor(self.table("embedding"))
 
     def lm_head(self) -> Any:
         """Output matrix, [vocab_size, hidden_size]; the embedding where the two are tied."""
-        names = [n for n in self.weight_map if n.split(".")[-2:] == ["lm_head", "weight"]]
-        if not names and self._tied():
-            return self.embedding()
-        return self._table(LM_HEAD_NAMES, "lm_head")
+        return self.tensor(self.table("lm_head"))
+
+    def table(self, what: str) -> str:
+        """Name of the embedding or lm_head (a key of TABLES), checked by its header: floating
+        point, [vocab_size, hidden_size]."""
+        name = self.stored_table(what)
+        self.check_float(what, name)
+        self.check_shape(what, name)
+        return name
+
+    def stored_table(self, what: str) -> str:
+        """Name of the matrix, quantised or not; of a tied lm_head that of the embedding."""
+        suffixes = TABLES[what]
+        try:
+            return self.find(suffixes)
+        except UsageError:
+            stems = tuple(s.removesuffix(".weight") for s in suffixes)
+            packed = [n for n in self.weight_map if any(f".{s}." in f".{n}" for s in stems)]
+            if packed:
+                return min(packed, key=len)
+            if what == "lm_head" and self.tied:
+                return self.stored_table("embedding")
+            raise
+
+    def check_float(self, what: str, name: str) -> None:
+        """UsageError where a matrix is stored in another form than floating point."""
+        entry = self.entry(name)
+        if entry["dtype"] not in FLOATS or not name.endswith(".weight"):
+            raise UsageError(
+                f"{what} is quantised: {name} ({entry['dtype']})",
+                where=self.path,
+                expected="an unquantised floating-point tensor",
+                fix="use a checkpoint whose quantisation leaves embedding and lm_head alone",
+            )
+
+    def check_shape(self, what: str, name: str) -> None:
+        """UsageError where a matrix is not [vocab_size, hidden_size]."""
+        shape, expected = self.entry(name)["shape"], [self.vocab_size, self.hidden_size]
+        if shape != expected:
+            raise UsageError(
+                f"{what} {name} has shape {shape}", where=self.path, expected=str(expected)
+            )
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """dtype, shape and data_offsets of a tensor that the index names."""
+        file = self.weight_map[name]
+        found = self.headers[file].get(name)
+        if found is None:
+            raise UsageError(
+                f"index names {name}, the file does not hold it",
+                where=self.path / file,
+                fix="fetch the checkpoint's index again",
+            )
+        return found
 
     def final_norm(self) -> tuple[Any, float]:
         """(weight [hidden_size], epsilon) of the norm between the last layer and lm_head."""
-        weight = self.tensor(NORM_NAMES)
-        if tuple(weight.shape) != (self.hidden_size,):
-            raise UsageError(
-                f"final norm has shape {list(weight.shape)}",
-                where=self.path,
-                expected=f"[{self.hidden_size}]",
-            )
+        weight = self.tensor(self.norm_name())
         eps = self.text_config.get("rms_norm_eps", self.text_config.get("layer_norm_epsilon", 1e-6))
         return weight, float(eps)
+
+    def norm_name(self) -> str:
+        """Name of the final norm's weight, its shape checked by its header."""
+        name = self.find(NORM_NAMES)
+        if (shape := self.entry(name)["shape"]) != [self.hidden_size]:
+            raise UsageError(
+                f"final norm has shape {shape}", where=self.path, expected=f"[{self.hidden_size}]"
+            )
+        return name
 
     # -- identity ------------------------------------------------------------------------------
 
@@ -268,34 +364,9 @@ class Verifier:
 
         `progress` gets the number of bytes of each block read.
         """
-        result = {}
-        for file in sorted(p for p in self.path.iterdir() if p.is_file()):
-            h = hashlib.sha256()
-            with open(file, "rb") as f:
-                while block := f.read(8 << 20):
-                    h.update(block)
-                    if progress:
-                        progress(len(block))
-            result[file.name] = h.hexdigest()
-        return result
+        return content_hashes(self.path, progress)
 
     # -- inside --------------------------------------------------------------------------------
-
-    def _json(self, name: str) -> dict[str, Any]:
-        file = self.path / name
-        try:
-            data = json.loads(file.read_bytes())
-        except FileNotFoundError:
-            raise UsageError(
-                f"model directory without {name}", where=self.path, expected="a checkpoint"
-            ) from None
-        except OSError as e:
-            raise UsageError(f"cannot be read: {e.strerror}", where=file) from None
-        except ValueError as e:
-            raise UsageError(f"not JSON: {e}", where=file) from None
-        if not isinstance(data, dict):
-            raise UsageError("not a JSON object", where=file)
-        return data
 
     def _integer(self, *names: str) -> int:
         for name in names:
@@ -303,12 +374,6 @@ class Verifier:
             if isinstance(value, int) and value > 0:
                 return value
         raise UsageError(f"no {names[0]}", where=self.path / "config.json", expected="an integer")
-
-    def _tied(self) -> bool:
-        for config in (self.text_config, self.config):
-            if "tie_word_embeddings" in config:
-                return bool(config["tie_word_embeddings"])
-        return True  # transformers' PretrainedConfig default
 
     def _has(self, name: str) -> bool:
         return (self.path / name).is_file()
@@ -324,76 +389,3 @@ class Verifier:
             h.update(f"{name}\0{len(data)}\0".encode())
             h.update(data)
         return h.hexdigest()
-
-    def _weights(self, name: str) -> Path:
-        """Path of a weight file that is really there."""
-        file = self.path / name
-        if file.is_symlink() and not file.exists():
-            raise UsageError(
-                f"dangling link to {os.readlink(file)}", where=file, fix="restore its target"
-            )
-        if not file.is_file():
-            raise UsageError(
-                "weight file missing", where=file, expected="every shard that the index names"
-            )
-        return file
-
-    def _header(self, name: str) -> dict[str, Any]:
-        file = self._weights(name)
-        size = file.stat().st_size
-        with open(file, "rb") as f:
-            start = f.read(len(LFS_MARK))
-            if start == LFS_MARK:
-                raise UsageError(
-                    "a git-LFS pointer, not weights", where=file, fix="git lfs pull in its checkout"
-                )
-            length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
-            if not 0 < length <= min(HEADER_LIMIT, size - 8):
-                raise UsageError("not a safetensors file", where=file)
-            f.seek(8)
-            try:
-                header = json.loads(f.read(length))
-                ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-                raise UsageError("not a safetensors file: broken header", where=file) from None
-        expected = 8 + length + max(ends, default=0)
-        if size != expected:
-            wanted = f"{expected} by its header"
-            raise UsageError(
-                f"weight file has {size} bytes", where=file, expected=wanted, fix="copy it again"
-            )
-        return header
-
-    def _table(self, suffixes: tuple[str, ...], what: str) -> Any:
-        """A [vocab_size, hidden_size] floating-point tensor, checked from the header first."""
-        try:
-            name = self.find(suffixes)
-        except UsageError:
-            packed = [
-                n for n in self.weight_map if any(s.removesuffix(".weight") in n for s in suffixes)
-            ]
-            if not packed:
-                raise
-            raise self._quantised(what, min(packed, key=len)) from None
-        entry = self.headers[self.weight_map[name]].get(name)
-        if entry is None:
-            raise UsageError(
-                f"index names {name}, the file does not hold it",
-                where=self.path / self.weight_map[name],
-            )
-        if entry["dtype"] not in FLOATS:
-            raise self._quantised(what, f"{name} ({entry['dtype']})")
-        expected = [self.vocab_size, self.hidden_size]
-        if entry["shape"] != expected:
-            raise UsageError(
-                f"{what} {name} has shape {entry['shape']}", where=self.path, expected=str(expected)
-            )
-        return self.tensor(name)
-
-    def _quantised(self, what: str, name: str) -> UsageError:
-        return UsageError(
-            f"{what} is quantised: {name}",
-            where=self.path,
-            expected="an unquantised floating-point tensor",
-            fix="use a checkpoint whose quantisation leaves embedding and lm_head alone",
-        )

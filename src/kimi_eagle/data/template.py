@@ -224,6 +224,13 @@ class ChatTemplate:
                         return closing, length
         return closing, 0
 
+    @property
+    def closing_ids(self) -> list[int]:
+        """Ids of what the template writes after an answer, end-of-turn token and all; [] where it
+        cannot be told."""
+        closing = self._closing[0]
+        return list(self._tokenise([closing])[0][0]) if closing else []
+
     @cached_property
     def _ends(self) -> set[int]:
         """Ids that may end a turn: the model's eos ids and all added tokens."""

@@ -1,0 +1,110 @@
+"""The files of a checkpoint directory: settings as JSON, weights by their headers.
+
+A header (8 bytes of length, then JSON) and the file's size tell whether a weight file is there,
+real and whole: some milliseconds a file instead of half a terabyte, which `content_hashes` alone
+reads. Writes nothing; no torch at import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kimi_eagle.errors import UsageError
+
+Header = dict[str, dict[str, Any]]
+"""Tensor name -> {dtype, shape, data_offsets}; `__metadata__` -> free words."""
+
+FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+HEADER_LIMIT = 100 << 20  # bytes; the safetensors format's own limit
+LFS_MARK = b"version https://git-lfs"
+
+
+class Missing(UsageError):
+    """A weight file that is not there, or a link to one that is not."""
+
+
+class Pointer(UsageError):
+    """The few lines that git-LFS leaves in a weight file's place."""
+
+
+class Cut(UsageError):
+    """A weight file that is none, or has another size than its header says."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; UsageError where it is missing, a pointer or something else."""
+    try:
+        read = file.read_bytes()
+        if read.startswith(LFS_MARK):
+            raise UsageError("a git-LFS pointer", where=file, fix="git lfs pull in its checkout")
+        data = json.loads(read)
+    except FileNotFoundError:
+        raise UsageError(
+            f"model directory without {file.name}", where=file.parent, expected="a checkpoint"
+        ) from None
+    except OSError as e:
+        raise UsageError(f"cannot be read: {e.strerror}", where=file) from None
+    except ValueError as e:
+        raise UsageError(f"not JSON: {e}", where=file) from None
+    if not isinstance(data, dict):
+        raise UsageError("not a JSON object", where=file)
+    return data
+
+
+def weight_file(file: Path) -> Path:
+    """The file, if it is really there; Missing."""
+    if file.is_symlink() and not file.exists():
+        raise Missing(f"dangling link to {os.readlink(file)}", where=file, fix="restore its target")
+    if not file.is_file():
+        raise Missing(
+            "weight file missing", where=file, expected="every shard that the index names"
+        )
+    return file
+
+
+def read_header(file: Path) -> Header:
+    """The header, checked against the file's size. Missing, Pointer or Cut."""
+    size = weight_file(file).stat().st_size
+    with open(file, "rb") as f:
+        start = f.read(len(LFS_MARK))
+        if start == LFS_MARK:
+            raise Pointer(
+                "a git-LFS pointer, not weights", where=file, fix="git lfs pull in its checkout"
+            )
+        length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
+        if not 0 < length <= min(HEADER_LIMIT, size - 8):
+            raise Cut("not a safetensors file", where=file)
+        f.seek(8)
+        try:
+            header = json.loads(f.read(length))
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise Cut("not a safetensors file: broken header", where=file) from None
+    expected = 8 + length + max(ends, default=0)
+    if size != expected:
+        wanted = f"{expected} by its header"
+        raise Cut(f"weight file has {size} bytes", where=file, expected=wanted, fix="copy it again")
+    return header
+
+
+def content_hashes(folder: Path, progress: Callable[[int], None] | None = None) -> dict[str, str]:
+    """File name -> sha256 hex of every file of a folder (no sub-folders), read in full.
+
+    `progress` gets the number of bytes of each block read.
+    """
+    result = {}
+    for file in sorted(p for p in folder.iterdir() if p.is_file()):
+        h = hashlib.sha256()
+        with open(file, "rb") as f:
+            while block := f.read(8 << 20):
+                h.update(block)
+                if progress:
+                    progress(len(block))
+        result[file.name] = h.hexdigest()
+    return result
