@@ -44,14 +44,16 @@ def engines(facts: Facts, stages: tuple[str, ...] = STAGES) -> dict[EngineSectio
     why="vLLM 0.31.0 refuses in ModelConfig.verify_with_parallel_config (heads), in `divide` of "
     "distributed/utils.py (widths, vocabulary) or in compressed_tensors_moe_wna16 (INT4 groups "
     "across ranks): the last two only when a layer is built, in each of the ranks.",
-    how="The verifier's configuration, and the recipe's draft, which has the verifier's tp.",
+    how="The verifier's configuration, and the draft's vocabulary, which has the verifier's tp; "
+    "its heads are draft-shape-parallel's.",
     fix="set tp to a size that divides them all",
     stages=STAGES,
+    after=("verifier-config",),
 )
 def tp_divides(facts: Facts) -> Iterator[Problem]:
     for engine, where in engines(facts).items():
-        if faults := _undivided(facts, engine.tp):
-            good = [str(t) for t in (1, 2, 4, 8, 16, 32, 64) if not _undivided(facts, t)]
+        if faults := undivided(facts, engine.tp):
+            good = [str(t) for t in (1, 2, 4, 8, 16, 32, 64) if not undivided(facts, t)]
             yield Problem(
                 f"tp {engine.tp} does not divide {' and '.join(faults)}",
                 where=f"{facts.recipe.name}: {where}",
@@ -59,28 +61,25 @@ def tp_divides(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def _undivided(facts: Facts, tp: int) -> list[str]:
+def undivided(facts: Facts, tp: int) -> list[str]:
     """What a tensor parallel size does not divide, in words."""
-    text, draft = facts.verifier.text_config, facts.recipe.train.draft
-    heads = text.get("num_attention_heads")
-    own = draft.num_attention_heads or heads
-    kv_heads = draft.num_key_value_heads or text.get("num_key_value_heads") or own
+    text = facts.verifier.text_config
     sizes = {
-        "attention heads": heads,
+        "attention heads": text.get("num_attention_heads"),
         "the MLP's width": text.get("intermediate_size"),
         "the experts' width": text.get("moe_intermediate_size"),
         "the padded vocabulary": -(-facts.verifier.vocab_size // PADDED) * PADDED,
-        "the draft's attention heads": own,
-        "the draft's MLP width": draft.intermediate_size,
         "the draft's padded vocabulary": -(-facts.recipe.vocab.draft_vocab_size // PADDED) * PADDED,
     }
     faults = [f"{what} ({n})" for what, n in sizes.items() if isinstance(n, int) and n % tp]
-    many = {"the draft's key-value heads": kv_heads}
-    if not text.get("kv_lora_rank"):
-        many["key-value heads"] = text.get("num_key_value_heads")
-    for what, n in many.items():
-        if isinstance(n, int) and n % tp and tp % n:
-            faults.append(f"{what} ({n})")
+    kv_heads = text.get("num_key_value_heads")
+    if (
+        isinstance(kv_heads, int)
+        and not text.get("kv_lora_rank")
+        and kv_heads % tp
+        and tp % kv_heads
+    ):
+        faults.append(f"key-value heads ({kv_heads})")
     width, group = text.get("moe_intermediate_size"), _group_size(text, facts.verifier.config)
     if width and group and width % tp == 0 and (width // tp) % group:
         faults.append(f"the experts' {width // group} groups of {group}")
@@ -130,6 +129,7 @@ def on_a_node(facts: Facts) -> Iterator[Problem]:
     how="pp of extract and benchmark, where the verifier's configuration has kv_lora_rank.",
     fix="set pp = 1 and a larger tp",
     stages=READS_STATES,
+    after=("verifier-config",),
 )
 def pipeline(facts: Facts) -> Iterator[Problem | Note]:
     for engine, where in engines(facts, READS_STATES).items():
@@ -149,6 +149,7 @@ def pipeline(facts: Facts) -> Iterator[Problem | Note]:
     how="max_model_len against max_position_embeddings, stretched where rope says so.",
     fix="lower max_model_len",
     stages=STAGES,
+    after=("verifier-config",),
 )
 def context(facts: Facts) -> Iterator[Problem]:
     most = _positions(facts)
@@ -211,6 +212,7 @@ def batch(facts: Facts) -> Iterator[Problem]:
     fix="use the pinned vLLM",
     needs=("installed",),
     stages=("extract",),
+    after=("verifier-config",),
 )
 def last_state(facts: Facts) -> Iterator[Problem | Note]:
     name = vllm_source.architecture(facts.verifier)
@@ -237,6 +239,7 @@ def last_state(facts: Facts) -> Iterator[Problem | Note]:
     fix="use the pinned vLLM",
     needs=("installed",),
     stages=("benchmark",),
+    after=("verifier-config",),
 )
 def yarn(facts: Facts) -> Iterator[Problem]:
     from packaging.version import Version

@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kimi_eagle.recipe import Recipe
 
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 LIBRARIES = ("torch", "transformers", "vllm", "speculators")
 PINNED = (*LIBRARIES, "hs-connectors")
 """Distributions whose versions are those of pyproject.toml's extras `cpu` and `gpu`."""
+
+
+class Gpu(NamedTuple):
+    """memory: GiB, as the driver reports it. capability: (9, 0) for sm_90."""
+
+    memory: float
+    capability: tuple[int, int]
 
 
 class Facts:
@@ -59,7 +66,7 @@ class Facts:
             case "installed":
                 return self._image_elsewhere or not self.versions
             case "gpu":
-                return self.lacks("torch") or not _gpus()
+                return not self.gpus
             case "site":
                 return self.site is None
             case "run":
@@ -112,7 +119,33 @@ class Facts:
         assert spec and spec.submodule_search_locations, "asked for before `installed`"
         return Path(next(iter(spec.submodule_search_locations)))
 
-    def look_up(self, name: str) -> Any:
+    @cached_property
+    def gpus(self) -> list[Gpu]:
+        """The GPUs that torch sees; [] without torch."""
+        if self.lacks("torch"):
+            return []
+        import torch
+
+        numbers = range(torch.cuda.device_count())
+        found = [torch.cuda.get_device_properties(i) for i in numbers]
+        return [Gpu(p.total_memory / (1 << 30), (p.major, p.minor)) for p in found]
+
+    @cached_property
+    def cuda(self) -> tuple[str | None, list[str]]:
+        """What torch was built for: version of CUDA, None for none, and architectures."""
+        import torch
+
+        return torch.version.cuda, torch.cuda.get_arch_list()
+
+    @cached_property
+    def driver(self) -> str | None:
+        """Version of the NVIDIA driver, None where there is none."""
+        from kimi_eagle.provenance import driver
+
+        return driver()
+
+    @staticmethod
+    def look_up(name: str) -> Any:
         """The object `package.module:attribute.attribute`, imported; None where there is none."""
         module, _, path = name.partition(":")
         try:
@@ -163,15 +196,30 @@ class Facts:
         """Of the run's vocab stage where it was made by this recipe, else the one that the recipe
         brings along; None before both. RunError or UsageError where it cannot be read."""
         from kimi_eagle import vocab
-        from kimi_eagle.stages.vocab import brought_along
 
-        brought = brought_along(self.recipe, self.verifier.vocab_size)
+        brought = self._brought_mapping
         section = self.recipe.vocab.model_dump(mode="json", exclude={"mapping"})
         for record in self.records("vocab"):
             parts, own = record.data["parts"], record.info.get("digest")
             if parts.get("vocab") == section and (brought is None or own == brought.digest):
                 return vocab.load(record.path("d2t.npy"), record.path("t2d.npy"))
         return brought
+
+    @property
+    def _brought_mapping(self) -> VocabMapping | None:
+        """Of a draft in train.from only where the rules on that draft have nothing against it."""
+        from kimi_eagle.errors import KimiEagleError
+        from kimi_eagle.stages.vocab import brought_along
+
+        section, size = self.recipe.vocab, self.verifier.vocab_size
+        if section.mapping or self.recipe.train.from_ is None:
+            return brought_along(self.recipe, size)
+        try:
+            found = brought_along(self.recipe, size)
+        except KimiEagleError:
+            return None
+        fits = (len(found.d2t), len(found.t2d)) == (section.draft_vocab_size, size)
+        return found if fits and self.start.kind == "eagle3" else None
 
     @cached_property
     def draft(self) -> Path | None:
@@ -213,9 +261,3 @@ class Facts:
         names = {name.rpartition(".")[0] for name in ledger.recorded_names()}
         newest = [found[0] for name in sorted(names) if (found := ledger.records_of(name))]
         return [r for r in newest if r.state == "done"]
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

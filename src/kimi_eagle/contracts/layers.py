@@ -44,6 +44,7 @@ def from_sglang(ids: Iterable[int]) -> list[int]:
     how="extract.layers against num_hidden_layers of the verifier's configuration.",
     fix="write ids of the verifier's own states; for 61 layers [2, 30, 58, 61]",
     stages=("extract",),
+    after=("verifier-config",),
 )
 def in_range(facts: Facts) -> Iterator[Problem | Note]:
     facts.verifier.check_layers(facts.recipe.extract.layers)

@@ -28,6 +28,9 @@ GPU_GIB = {
 }
 """Memory that a driver reports, GiB, by a part of the type's name; A100 is left out (40 or 80)."""
 
+WEIGHTS = ("verifier-config", "verifier-index-current")
+"""Rules without which the weights' headers say nothing."""
+
 ROOM_GIB = 4.0
 """Below this much to spare the estimate is too close to call: CUDA graphs take 1 to 3 GiB."""
 
@@ -55,7 +58,7 @@ def gpu_gib(gpu_type: str) -> float | None:
     "benchmark's draft and CUDA graphs are not counted.",
     fix="choose GPUs with more memory, or a larger tp over as many GPUs",
     needs=("site",),
-    after=("engine-tp-divides", "engine-on-a-node", "engine-pipeline"),
+    after=(*WEIGHTS, "engine-tp-divides", "engine-on-a-node", "engine-pipeline"),
 )
 def memory(facts: Facts) -> Iterator[Problem | Note]:
     site = facts.site
@@ -77,14 +80,10 @@ def memory(facts: Facts) -> Iterator[Problem | Note]:
     fix="choose GPUs with more memory, or a larger tp over as many GPUs",
     needs=("gpu",),
     stages=STAGES,
+    after=(*WEIGHTS, "engine-tp-divides", "engine-on-a-node", "engine-pipeline"),
 )
 def memory_here(facts: Facts) -> Iterator[Problem | Note]:
-    import torch
-
-    sizes = [
-        torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())
-    ]
-    yield from _judge_memory(facts, min(sizes) / (1 << 30), "this machine")
+    yield from _judge_memory(facts, min(g.memory for g in facts.gpus), "this machine")
 
 
 def _judge_memory(facts: Facts, gib: float, where: str) -> Iterator[Problem | Note]:
@@ -129,14 +128,14 @@ def would_do(facts: Facts, engine: EngineSection, gib: float, states: int) -> st
     """What would hold the engine: the smallest tp that does on GPUs of this size, with the nodes
     that it takes, and the memory that would do with tp as it is."""
     from kimi_eagle.capture.footprint import GIB, need
-    from kimi_eagle.contracts.engine import _undivided
+    from kimi_eagle.contracts.engine import undivided
 
     gpus = facts.recipe.slurm.gpus
     share = engine.gpu_memory_utilization
     now = need(facts.weights, facts.verifier, engine, states)
     offers = [f"GPUs of at least {now.least / GIB / share + 1:.0f} GiB at tp {engine.tp}"]
     for tp in (2, 4, 8, 16, 32, 64):
-        if tp <= engine.tp or _undivided(facts, tp):
+        if tp <= engine.tp or undivided(facts, tp):
             continue
         larger = need(facts.weights, facts.verifier, engine.model_copy(update={"tp": tp}), states)
         if larger.least / GIB + ROOM_GIB > gib * share:
@@ -160,6 +159,7 @@ def would_do(facts: Facts, engine: EngineSection, gib: float, states: int) -> st
     "where that is longer, against the site's time limits.",
     fix="lengthen time (or times) in the site file; copy the verifier to faster storage",
     needs=("site",),
+    after=WEIGHTS,
 )
 def load_time(facts: Facts) -> Iterator[Problem | Note]:
     from kimi_eagle.capture.footprint import GIB
@@ -211,14 +211,10 @@ def driver_fault(driver: str, cuda: str) -> str | None:
     stages=(*STAGES, "train"),
 )
 def driver(facts: Facts) -> Iterator[Problem]:
-    import torch
-
-    from kimi_eagle.provenance import driver as version_of_driver
-
-    found = version_of_driver()
-    if found is None or torch.version.cuda is None:
+    found, (cuda, _) = facts.driver, facts.cuda
+    if found is None or cuda is None:
         raise NotConcerned("no NVIDIA driver here, or a build of torch without CUDA")
-    if fault := driver_fault(found, torch.version.cuda):
+    if fault := driver_fault(found, cuda):
         what, _, expected = fault.partition(": expected ")
         yield Problem(what, where="this machine", expected=expected)
 
@@ -254,11 +250,8 @@ def architecture_fault(capability: tuple[int, int], built_for: list[str]) -> str
     stages=(*STAGES, "train"),
 )
 def architecture(facts: Facts) -> Iterator[Problem | Note]:
-    import torch
-
-    built = torch.cuda.get_arch_list()
-    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-    for capability in sorted(found):
+    _, built = facts.cuda
+    for capability in sorted({g.capability for g in facts.gpus}):
         if fault := architecture_fault(capability, built):
             what, _, expected = fault.partition(": expected ")
             yield Problem(what, where="this machine", expected=expected)
