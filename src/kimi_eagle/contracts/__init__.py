@@ -23,6 +23,7 @@ BOUNDARIES = (
     "draft_shape",
     "training",
     "draft",
+    "draft_weights",
     "drift",
 )
 """The files, in the order in which a run meets them."""

@@ -177,3 +177,47 @@ class DraftFiles:
         """Tensor name -> the file that holds it."""
         headers = Verifier(self.path).headers
         return {n: file for file, header in headers.items() for n in header}
+
+
+def tensor_shapes(draft: DraftFiles) -> dict[str, list[int]]:
+    """Name -> shape of every tensor that a draft of this config has, as speculators 0.9.0 saves it
+    (models/eagle3/core.py, model_definitions.py) and vLLM 0.31.0 reads it; d2t where the vocabulary
+    is reduced. t2d and the embedding may be there, too."""
+    shape, config = draft.shape(), draft.config
+    hidden, wide = shape["hidden_size"], shape["intermediate_size"]
+    size = shape["head_dim"]
+    queries, keys = shape["num_attention_heads"] * size, shape["num_key_value_heads"] * size
+    states = len(draft.aux_layers) or 3
+    found = {
+        "fc.weight": [hidden, states * hidden],
+        "norm.weight": [hidden],
+        "lm_head.weight": [draft.draft_vocab_size, hidden],
+    }
+    if config.get("norm_before_fc"):
+        found["input_norm.weight"] = [states * hidden]
+    if config.get("fc_norm"):
+        found |= {f"fc_norm.{i}.weight": [hidden] for i in range(states)}
+    if draft.draft_vocab_size != shape["vocab_size"]:
+        found["d2t"] = [draft.draft_vocab_size]
+    for number in range(shape["num_hidden_layers"]):
+        entry = 2 * hidden if number == 0 else hidden  # embedding and state side by side
+        layer = {
+            "self_attn.q_proj.weight": [queries, entry],
+            "self_attn.k_proj.weight": [keys, entry],
+            "self_attn.v_proj.weight": [keys, entry],
+            "self_attn.o_proj.weight": [hidden, queries],
+            "mlp.gate_proj.weight": [wide, hidden],
+            "mlp.up_proj.weight": [wide, hidden],
+            "mlp.down_proj.weight": [hidden, wide],
+            "input_layernorm.weight": [hidden],
+            "post_attention_layernorm.weight": [hidden],
+        }
+        if number == 0:
+            layer["hidden_norm.weight"] = [hidden]
+        if draft.layer_type == "qwen3":
+            layer |= {f"self_attn.{x}_norm.weight": [size] for x in "qk"}
+        if shape.get("attention_bias"):
+            sizes = {"q": queries, "k": keys, "v": keys, "o": hidden}
+            layer |= {f"self_attn.{x}_proj.bias": [n] for x, n in sizes.items()}
+        found |= {f"layers.{number}.{name}": s for name, s in layer.items()}
+    return found
