@@ -1,0 +1,134 @@
+"""Samples with ids, masks or lengths that training cannot count on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from place import TURN, VOCAB, Case, Place
+
+from kimi_eagle.contracts import Facts
+from kimi_eagle.data.samples import Sample, write_part
+
+
+def samples(place: Place, change: Callable[[dict[str, Any]], None] = lambda s: None) -> None:
+    """Two parts of four samples, each of two turns of eight tokens; `change` gets the fields of
+    the last sample of the second part."""
+    generator = np.random.default_rng(0)
+    made = []
+    for number in range(8):
+        ids = generator.integers(0, 250, 32).astype(np.int32)
+        mask = np.zeros(32, bool)
+        mask[8:16] = mask[20:28] = True
+        ids[[15, 27]] = TURN
+        fields = {"input_ids": ids, "loss_mask": mask, "source": "s", "finish_reason": "stop"}
+        if number == 7:
+            change(fields)
+        made.append(Sample(**fields))
+    paths = []
+    for number in range(2):
+        # The changed sample first: masks are read of the first part.
+        path = place.path / f"{1 - number:05d}.tokens.parquet"
+        write_part(path, made[4 * number : 4 * number + 4], {"tokenizer": "", "template": ""})
+        paths.insert(0, path)
+    place.given["samples"] = paths
+
+
+def no_part(place: Place) -> None:
+    samples(place)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"input_ids": [[1, 2]]}), place.given["samples"][1])
+
+
+def foreign_id(place: Place) -> None:
+    samples(place, lambda s: s["input_ids"].__setitem__(3, VOCAB))
+
+
+def rewrite(place: Place, name: str, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Another column in the first part, as a program other than ours may write it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    samples(place)
+    path = place.given["samples"][0]
+    table = pq.read_table(path)
+    at = table.schema.get_field_index(name)
+    column = table.schema.field(at)
+    values = pa.array(change(table.column(name).to_pylist()), column.type)
+    pq.write_table(table.set_column(at, column, values), path)
+
+
+def no_loss(place: Place) -> None:
+    rewrite(place, "n_loss", lambda values: [0, *values[1:]])
+
+
+def miscounted(place: Place) -> None:
+    rewrite(place, "n_loss", lambda values: [v + 1 for v in values])
+
+
+def early(place: Place) -> None:
+    rewrite(place, "loss_mask", lambda masks: [m[1:] + m[:1] for m in masks])
+
+
+def late(place: Place) -> None:
+    rewrite(place, "loss_mask", lambda masks: [m[-1:] + m[:-1] for m in masks])
+
+
+def from_the_start(place: Place) -> None:
+    def change(fields: dict[str, Any]) -> None:
+        fields["loss_mask"][0] = True
+
+    samples(place, change)
+
+
+def too_long(place: Place) -> None:
+    def change(fields: dict[str, Any]) -> None:
+        for name in ("input_ids", "loss_mask"):
+            fields[name] = np.concatenate([fields[name]] * 8)
+
+    samples(place, change)
+
+
+def fits(place: Place) -> None:
+    too_long(place)
+    place.recipe["engine"]["max_model_len"] = 512
+
+
+def truncated(place: Place) -> None:
+    samples(place, lambda s: s.update(finish_reason="length"))
+
+
+def kept(place: Place) -> None:
+    truncated(place)
+    place.recipe["prepare"]["keep_truncated_answers"] = True
+
+
+def other_shift(place: Place) -> None:
+    """A library that leaves the mask where it was."""
+
+    def shift_batch(batch: dict[str, Any]) -> dict[str, Any]:
+        cut = {"hidden_states": slice(None, -1), "loss_mask": slice(None, -1)}
+        names = ("input_ids", "hidden_states", "verifier_last_hidden_states", "loss_mask")
+        return {n: batch[n][cut.get(n, slice(1, None))] for n in names}
+
+    def look_up(name: str) -> Any:
+        return shift_batch if name.endswith(":shift_batch") else Facts.look_up(name)
+
+    place.given["look_up"] = look_up
+
+
+CASES = [
+    Case("data-format", no_part, "tokens part cannot be read", good=samples),
+    Case("data-token-ids", foreign_id, "token id 384", good=samples),
+    Case("data-loss", no_loss, "a sample without loss token", good=samples),
+    Case("data-loss", miscounted, "n_loss is not the number", good=samples),
+    Case("data-mask", early, "one token before the end of turn", good=samples),
+    Case("data-mask", late, "one token after the end of turn", good=samples),
+    Case("data-mask", from_the_start, "loss at its first token", good=samples),
+    Case("data-lengths", too_long, "a sample has 256 tokens", good=fits),
+    Case("data-truncated", truncated, "1 of 8 samples", good=kept),
+    Case("data-shift", other_shift, "an answer in places 3 to 5 is trained as", heavy=True),
+]
