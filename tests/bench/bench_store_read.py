@@ -37,7 +37,8 @@ from kimi_eagle.shards import ShardSet, ShardWriter
 from kimi_eagle.training.tensors import bfloat16_view
 
 SHAPES = {"smollm2": ((64, 448), 4, 576), "kimi": ((4, 36), 4, 7168)}
-PER_SHARD = 200
+PER_SHARD = 1000
+"""Of 256 tokens on average; the default unit of 4 million tokens would hold 15,600."""
 
 
 def make(folder: Path, count: int, shape: str) -> None:

@@ -41,6 +41,9 @@ class Fault:
 class _Mapped:
     meta: dict[str, str]
     arrays: dict[str, np.ndarray]
+    """By tensor name; loss_mask as bool."""
+    parts: list[slice]
+    """The tokens of each sample, in file order."""
     data: mmap.mmap
     base: int
     """Where the map lies in this process."""
@@ -151,22 +154,25 @@ class Shard:
 
         RunError where states cannot be decoded.
         """
-        mapped, part = self._mapped, self._slice(row)
+        mapped = self._map or self._mapped
+        arrays, part = mapped.arrays, mapped.parts[row]
         return {
             "hidden_states": self._states(row, mapped, part),
-            "token_ids": mapped.arrays["token_ids"][part],
-            "loss_mask": mapped.arrays["loss_mask"][part].view(np.bool_),
+            "token_ids": arrays["token_ids"][part],
+            "loss_mask": arrays["loss_mask"][part],
         }
 
     def tokens_at(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """token_ids int32 [T] and loss_mask bool [T], without touching the states."""
-        arrays, part = self._mapped.arrays, self._slice(row)
-        return arrays["token_ids"][part], arrays["loss_mask"][part].view(np.bool_)
+        mapped = self._mapped
+        part = mapped.parts[row]
+        return mapped.arrays["token_ids"][part], mapped.arrays["loss_mask"][part]
 
     def check(self, row: int) -> str | None:
         """None where the bytes of a sample are those that were written, else what is wrong."""
         try:
-            mapped, part = self._mapped, self._slice(row)
+            mapped = self._mapped
+            part = mapped.parts[row]
             # A file cut short since would end this process (SIGBUS) at the first missing page.
             if (size := self.path.stat().st_size) != self.index.bytes:
                 return f"{self.path} has {size} bytes now, {self.index.bytes} were written"
@@ -208,13 +214,10 @@ class Shard:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _slice(self, row: int) -> slice:
-        start = int(self.index.starts[row])
-        return slice(start, start + int(self.lengths[row]))
-
     def _stored(self, row: int) -> list[np.ndarray]:
         """The stored bytes of a sample's states, asked for where they are not in memory."""
-        return self._stored_in(self._mapped, self._slice(row), row)
+        mapped = self._mapped
+        return self._stored_in(mapped, mapped.parts[row], row)
 
     def _stored_in(self, mapped: _Mapped, part: slice, row: int) -> list[np.ndarray]:
         codec = self.index.codec
@@ -230,9 +233,13 @@ class Shard:
         return [*found, mapped.arrays["scales"][part]] if codec == "fp8" else found
 
     def _states(self, row: int, mapped: _Mapped, part: slice) -> np.ndarray:
-        stored, codec = self._stored_in(mapped, part, row), self.index.codec
-        if codec == "raw":
-            return stored[0]
+        codec = self.index.codec
+        if codec == "raw":  # `_stored_in` written out: reading raw is as fast as this is short
+            states = mapped.arrays["hidden_states"][part]
+            start = mapped.begin + part.start * states.strides[0]
+            pages.bring_in(mapped.data, mapped.base, start, states.nbytes)
+            return states
+        stored = self._stored_in(mapped, part, row)
         if codec == "fp8":
             return codecs.dequantise(*stored)
         shape = (int(self.lengths[row]), len(self.layers), self.hidden_size)
@@ -302,7 +309,10 @@ class Shard:
                 arrays[name] = np.frombuffer(whole[begin:end], DTYPES[dtype]).reshape(shape)
         except (ValueError, KeyError, TypeError) as e:
             raise self._damaged(f"header cannot be read ({e})") from e
-        return _Mapped(meta, arrays, data, pages.address(data), length)
+        arrays["loss_mask"] = arrays["loss_mask"].view(np.bool_)
+        ends = (index.starts + index.lengths).tolist()
+        parts = [slice(a, b) for a, b in zip(index.starts.tolist(), ends, strict=True)]
+        return _Mapped(meta, arrays, parts, data, pages.address(data), length)
 
     def _damaged(self, what: str, expected: str = "") -> RunError:
         return RunError(f"not a whole shard: {what}", where=self.path, expected=expected, fix=AGAIN)
