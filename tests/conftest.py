@@ -12,6 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+MACHINE = ("slurm_room", "containers_room")
+"""Rooms whose tests change the machine (daemons, users, installed packages)."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test` runs in two processes: a file stays in one, and so do all that use the machine
+    as a whole. Those wait for Slurm most of the time; the others compute meanwhile."""
+    for item in items:
+        alone = item.path.parent.name in MACHINE
+        item.add_marker(pytest.mark.xdist_group("machine" if alone else item.path.stem))
+
 
 
 @pytest.fixture(scope="session", autouse=True)
