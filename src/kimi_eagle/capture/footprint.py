@@ -66,20 +66,32 @@ def weights(verifier: Verifier) -> Weights:
     """
     split: Counter[int] = Counter()
     whole: Counter[int] = Counter()
-    count = verifier.num_layers
     for header in verifier.headers.values():
+        experts, layer = "\0", _OUTSIDE
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
             start, end = entry["data_offsets"]
-            _, _, rest = name.partition(".layers.")
-            number = rest.partition(".")[0]
-            layer = int(number) if number.isdigit() and not name.startswith(_VISION) else _OUTSIDE
-            if layer >= count:
-                continue
-            shared = ".experts." not in name and any(part in name for part in _WHOLE)
-            (whole if shared else split)[layer] += end - start
+            if name.startswith(experts):  # nearly all, one layer's after another
+                split[layer] += end - start
+            elif (at := name.find(".experts.")) >= 0:
+                experts, layer = name[: at + 9], _layer(name)
+                split[layer] += end - start
+            else:
+                shared = any(part in name for part in _WHOLE)
+                (whole if shared else split)[_layer(name)] += end - start
+    for layer in [k for k in {*split, *whole} if k >= verifier.num_layers]:
+        del split[layer], whole[layer]
     return Weights(split, whole)
+
+
+def _layer(name: str) -> int:
+    """Number of the layer that a tensor's name has, _OUTSIDE for none."""
+    at = name.find(".layers.")
+    if at < 0 or name.startswith(_VISION):
+        return _OUTSIDE
+    number = name[at + 8 : name.find(".", at + 8)]
+    return int(number) if number.isdigit() else _OUTSIDE
 
 
 def cache_bytes(verifier: Verifier, tp: int, pp: int = 1) -> int:
@@ -104,14 +116,19 @@ def states_bytes(verifier: Verifier, n_states: int) -> int:
 
 
 def step_bytes(verifier: Verifier, engine: EngineSection, n_states: int = 0) -> int:
-    """Bytes that one step of max_num_batched_tokens works in, at least: streams of the residual,
-    the experts' rows (fused_moe: tokens x experts a token x hidden) and, for extraction, the states
-    twice (stacked, and the proposer's buffer, v1/spec_decode/extract_hidden_states.py)."""
+    """Bytes that one step of max_num_batched_tokens works in, at least.
+
+    Streams of the residual; the experts' rows (layers/fused_moe/experts/marlin_moe.py: tokens x
+    experts a token x (the larger of hidden and twice the width, and the width once more)); for
+    extraction the states twice (stacked, and the proposer's buffer, v1/spec_decode/
+    extract_hidden_states.py).
+    """
     text, hidden = verifier.text_config, verifier.hidden_size
     width = text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden
-    experts = text.get("num_experts_per_tok") or 1
-    rows = 4 * hidden + experts * (hidden + 3 * width // engine.tp) + 2 * n_states * hidden
-    return engine.max_num_batched_tokens * rows * BYTES
+    width //= engine.tp
+    rows = (text.get("num_experts_per_tok") or 1) * (max(hidden, 2 * width) + width)
+    values = 4 * hidden + rows + 2 * n_states * hidden
+    return engine.max_num_batched_tokens * values * BYTES
 
 
 @dataclass(frozen=True)
