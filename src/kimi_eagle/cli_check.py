@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from kimi_eagle.contracts import Verdict
 
+NAMED = 12
+"""Rules that run later are named up to this many with the same reason; --all has a line each."""
+
 
 @click.command()
 @click.argument("recipe", type=PATH)
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--run", "run_path", type=PATH, help="A run of this recipe [default: runs/NAME].")
 @click.option("--draft", type=PATH, help="Judge this draft directory against the recipe.")
 @click.option("--full", is_flag=True, help="Also rules that import torch, transformers or vLLM.")
-@click.option("--all", "show_all", is_flag=True, help="Print the rules that hold, too.")
+@click.option("--all", "show_all", is_flag=True, help="A line for every rule.")
 @json_option
 def check(
     recipe: str,
@@ -87,12 +90,18 @@ def _table(verdicts: list[Verdict], show_all: bool) -> Table:
     for column in ("rule", "state", ""):
         table.add_column(column, overflow="fold")
     styles = {"ok": "green", "problem": "bold red", "accepted": "yellow"}
+    later: dict[str, list[str]] = {}
     for v in verdicts:
-        if not show_all and v.state in ("ok", "not concerned") and not v.text:
-            continue
-        lines = [_line(p.what, p.where, p.expected, p.fix or v.rule.fix) for p in v.problems]
-        body = "\n".join(lines) or v.text
-        table.add_row(v.rule.id, Text(v.state, styles.get(v.state, "dim")), Text(body))
+        if v.state == "later" and not show_all:
+            later.setdefault(v.text, []).append(v.rule.id)
+        elif show_all or v.problems or (v.state == "ok" and v.text):
+            lines = [_line(p.what, p.where, p.expected, p.fix or v.rule.fix) for p in v.problems]
+            body = "\n".join(lines) or v.text
+            table.add_row(v.rule.id, Text(v.state, styles.get(v.state, "dim")), Text(body))
+    for text, ids in later.items():
+        rules = ids[0] if len(ids) == 1 else f"{len(ids)} rules"
+        names = f": {', '.join(ids)}" if 1 < len(ids) <= NAMED else ""
+        table.add_row(rules, Text("later", "dim"), Text(text + names))
     return table
 
 
