@@ -44,7 +44,8 @@ def test_shipped_recipe_loads(path: Path) -> None:
 
 
 def test_shipped_recipes_are_all_found() -> None:
-    assert {p.name for p in SHIPPED} >= {"smollm2.toml", "kimi-k2.5.toml", "tiny.toml"}
+    kimi = {"kimi-k2.5.toml", "kimi-k2.5-smoke.toml"}
+    assert {p.name for p in SHIPPED} >= {"smollm2.toml", "tiny.toml", *kimi}
 
 
 def test_kimi_recipe_has_the_shape_of_the_draft() -> None:
@@ -56,32 +57,7 @@ def test_kimi_recipe_has_the_shape_of_the_draft() -> None:
 
     from kimi_eagle.training.draft_config import decoder_config
 
-    # The part of the published config that the draft follows.
-    published = {
-        "text_config": {
-            "model_type": "kimi_k2",
-            "hidden_size": 7168,
-            "num_hidden_layers": 61,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 64,
-            "intermediate_size": 18432,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "vocab_size": 163840,
-            "max_position_embeddings": 262144,
-            "rope_theta": 50000.0,
-            "rope_scaling": {
-                "type": "yarn",
-                "factor": 64.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 4096,
-            },
-            "bos_token_id": 163584,
-            "eos_token_id": 163585,
-        }
-    }
+    published = json.loads((ROOT / "tests/kimi/config.json").read_text())
     draft = decoder_config(recipe.train.draft, published)
     assert draft.hidden_size == 7168
     assert (draft.num_attention_heads, draft.head_dim, draft.num_hidden_layers) == (64, 128, 1)
@@ -90,6 +66,31 @@ def test_kimi_recipe_has_the_shape_of_the_draft() -> None:
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("yarn", 50000.0, 64.0)
     assert rope["mscale"] == rope["mscale_all_dim"] == 1.0
     assert (draft.bos_token_id, draft.eos_token_id) == (163584, 163585)
+
+
+def test_kimi_recipe_mixes_categories_by_share() -> None:
+    sources = recipes.load(ROOT / "jobs/kimi-k2.5.toml").sources
+    assert [s.name for s in sources] == ["chat", "code", "maths", "chinese", "tools", "long"]
+    assert sum(s.weight for s in sources) == pytest.approx(1)
+    assert sources[0].limit / sources[0].weight == pytest.approx(60_000)
+
+
+def test_smoke_recipe_proves_the_settings_of_the_real_one() -> None:
+    real = recipes.load(ROOT / "jobs/kimi-k2.5.toml")
+    smoke = recipes.load(ROOT / "jobs/kimi-k2.5-smoke.toml")
+    for stage in ("regenerate", "extract", "benchmark"):
+        assert smoke.engine_for(stage) == real.engine_for(stage)
+    for section in ("verifier", "template", "extract", "vocab"):
+        assert getattr(smoke, section) == getattr(real, section), section
+    for key in ("draft", "seq_len", "ttt_steps", "optimizer", "lr", "loss", "dtype"):
+        assert getattr(smoke.train, key) == getattr(real.train, key), key
+    assert [s.path for s in smoke.sources] == [s.path for s in real.sources]
+    # Small: one job of one node, as many prompts as the comments count with.
+    assert len(smoke.slurm.groups) == smoke.slurm.workers == 1
+    assert sum(s.limit for s in smoke.sources) == 336
+    assert smoke.train.max_steps == 20
+    # Each GPU has samples to train on and to validate with, should all answers be kept.
+    assert 336 * smoke.train.validation_share >= smoke.slurm.gpus
 
 
 def test_heldout_prompts_are_enough_and_not_among_the_others() -> None:
