@@ -91,8 +91,8 @@ def kind(facts: Facts) -> Iterator[Problem | Note]:
                 f"an eagle3 draft with a {draft.layer_type} decoder",
                 "llama: vLLM's eagle3_arch_map knows llama and qwen3",
             )
-    elif any("eagle3" in name.lower() for name in draft.names):
-        yield Note(f"{', '.join(draft.names)}: not speculators' format, only sizes are judged")
+    elif not draft.config.get("speculators_model_type") and "eagle3" in draft.kind.lower():
+        yield Note(f"{draft.kind}: not speculators' format, only sizes are judged")
     else:
         yield _in_config(facts, f"a draft of kind {draft.kind}", "eagle3")
 
