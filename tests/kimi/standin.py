@@ -146,7 +146,8 @@ def build(path: Path) -> Path:
         "{% if add_generation_prompt %}<|im_assistant|>"
         "{% if thinking is false %}<think></think>{% else %}<think>{% endif %}{% endif %}"
     )
-    (path / "tokenization_kimi.py").write_text("raise ImportError('a stand-in')\n")
+    code = "# Stands in for the code that makes tools_ts_str of a row's tools.\nraise ImportError\n"
+    (path / "tokenization_kimi.py").write_text(code)
     places: dict[int, list[Tensor]] = {number: [] for number in range(1, FILES + 1)}
     for number, tensor in tensors():
         places[number].append(tensor)
