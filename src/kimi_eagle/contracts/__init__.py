@@ -32,10 +32,11 @@ __all__ = ["BOUNDARIES", "RULES", "Facts", "Rule", "Verdict", "enforce", "judge"
 
 
 def rules() -> dict[str, Rule]:
-    """Every rule by id."""
+    """Every rule by id, in the order of BOUNDARIES and within a file from top to bottom."""
     for boundary in BOUNDARIES:
         import_module(f"kimi_eagle.contracts.{boundary}")
-    return RULES
+    # Somebody may have imported a later file first.
+    return dict(sorted(RULES.items(), key=lambda item: BOUNDARIES.index(item[1].boundary)))
 
 
 def of_stage(stage: str) -> list[Rule]:
