@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from kimi_eagle.cli_options import PATH as _PATH
 from kimi_eagle.cli_options import json_option, print_json
+
+if TYPE_CHECKING:
+    from kimi_eagle.vocab import VocabMapping
 
 
 @click.group()
@@ -65,6 +69,69 @@ def vocab_build(
     click.echo(f"coverage {mapping.coverage:.2%}")
 
 
+@vocab.command("import")
+@click.argument("t2d", type=_PATH)
+@click.argument("d2t", type=_PATH)
+@click.option("--counts", type=_PATH, help="Token counts (.pt, .npy, .json): coverage and digest.")
+@click.option("--verifier", "verifier_path", type=_PATH, help="Check against its vocabulary.")
+@click.option("--out", default="mapping", show_default=True, type=_PATH, help="Folder to write.")
+@json_option
+def vocab_import(
+    t2d: str, d2t: str, counts: str | None, verifier_path: str | None, out: str, as_json: bool
+) -> None:
+    """Take over a mapping made by another program, for `[vocab] mapping` in a recipe.
+
+    T2D and D2T are .pt or .npy files: t2d as bool, int or uint8 [V], d2t as offsets or as absolute
+    token ids [D]. What was found is said, what is wrong is refused, and --out gets the five files
+    that `vocab build` writes.
+
+    \b
+    Examples:
+      kimi-eagle vocab import t2d.pt d2t.pt --out mapping
+      kimi-eagle vocab import t2d.npy d2t.npy --counts token_freq.pt --verifier /shared/kimi-k2.5
+    """
+    from pathlib import Path
+
+    from kimi_eagle import vocab as room
+    from kimi_eagle import vocab_import as imports
+    from kimi_eagle.contracts.mapping import refuse_broken
+    from kimi_eagle.errors import UsageError
+
+    mapping, told = imports.take(imports.read_array(Path(t2d)), imports.read_array(Path(d2t)))
+    refuse_broken(mapping, d2t)
+    size, whole = len(mapping.d2t), len(mapping.t2d)
+    if verifier_path:
+        from kimi_eagle.verifier import open_verifier
+
+        if (own := open_verifier(verifier_path).vocab_size) != whole:
+            raise UsageError(
+                f"t2d is for a vocabulary of {whole}", where=t2d, expected=f"{own}, the verifier's"
+            )
+    if counts:
+        counted = room.as_counts(room.load_counts(Path(counts)), whole)
+        mapping = imports.with_counts(mapping, counted)
+        told.append(imports.beside_counts(mapping, counted))
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [str(path) for path in room.save(mapping, lambda name: folder / name)]
+    if as_json:
+        print_json({"told": told, "files": written, **_shown(mapping)})
+        return
+    for line in [*told, *written]:
+        click.echo(line)
+    click.echo(f"in the recipe: [vocab] draft_vocab_size = {size}, mapping = {str(folder)!r}")
+
+
+def _shown(mapping: VocabMapping) -> dict[str, object]:
+    """What there is to say of a mapping; an unknown coverage is null in JSON."""
+    return {
+        "draft_vocab_size": len(mapping.d2t),
+        "target_vocab_size": len(mapping.t2d),
+        "coverage": None if mapping.coverage != mapping.coverage else mapping.coverage,
+        "digest": mapping.digest,
+    }
+
+
 @vocab.command("show")
 @click.argument("path", type=_PATH)
 @json_option
@@ -87,14 +154,9 @@ def vocab_show(path: str, as_json: bool) -> None:
         from kimi_eagle.errors import RunError
 
         raise RunError("vocab is not done in this run", where=path)
-    shown = {
-        "draft_vocab_size": len(mapping.d2t),
-        "target_vocab_size": len(mapping.t2d),
-        "coverage": mapping.coverage,
-        "digest": mapping.digest,
-    }
+    shown = _shown(mapping)
     if as_json:
         print_json(shown)
     else:
         for name, value in shown.items():
-            click.echo(f"{name:<18} {value}")
+            click.echo(f"{name:<18} {'unknown' if value is None else value}")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kimi_eagle.errors import UsageError
-from kimi_eagle.vocab import VocabMapping, counts_digest, from_offsets
+from kimi_eagle.vocab import VocabMapping, build_mapping, counts_digest, from_offsets
 
 
 def read_array(path: Path) -> np.ndarray:
@@ -55,7 +55,7 @@ def take(t2d: np.ndarray, d2t: np.ndarray) -> tuple[VocabMapping, list[str]]:
     chosen, ids = np.flatnonzero(flags), _whole("d2t", d2t)
     if d2t.dtype != np.int64:
         told.append(f"d2t is {d2t.dtype}: taken as int64")
-    if len(ids) == len(chosen) and np.array_equal(ids, chosen):
+    if len(ids) == len(chosen) and np.array_equal(np.sort(ids), chosen):
         told.append("d2t holds absolute token ids: turned into offsets")
         ids = ids - np.arange(len(ids))
     elif len(ids) == len(chosen) and np.array_equal(ids + np.arange(len(ids)), chosen):
@@ -66,6 +66,16 @@ def take(t2d: np.ndarray, d2t: np.ndarray) -> tuple[VocabMapping, list[str]]:
 def with_counts(mapping: VocabMapping, counts: np.ndarray) -> VocabMapping:
     """The mapping with what counts (int64 [V]) say of it: coverage and their digest."""
     return replace(mapping, coverage=mapping.covered(counts), counts_digest=counts_digest(counts))
+
+
+def beside_counts(mapping: VocabMapping, counts: np.ndarray) -> str:
+    """How the mapping compares with the most frequent tokens of counts (int64 [V]), in words."""
+    best = build_mapping(counts, len(mapping.d2t))
+    other = int((mapping.t2d & ~best.t2d).sum())
+    says = f"covers {mapping.coverage:.2%} of these counts"
+    if not other:
+        return f"{says}, as the most frequent tokens do: it is the mapping that they give"
+    return f"{says}; the most frequent tokens cover {best.coverage:.2%} ({other:,} differ)"
 
 
 def _whole(name: str, array: np.ndarray) -> np.ndarray:

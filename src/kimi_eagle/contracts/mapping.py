@@ -13,13 +13,17 @@ from types import SimpleNamespace
 import numpy as np
 
 from kimi_eagle.contracts.facts import Facts
-from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
+from kimi_eagle.contracts.rule import RULES, NotConcerned, Note, Problem, rule
+from kimi_eagle.errors import RunError
 from kimi_eagle.vocab import VocabMapping, offset_fault
 
 LEAST_COVERAGE = 0.5
 """A mapping from the right tokenizer's counts covers 0.95 and more (SmolLM2: 4,096 of 49,152
 tokens cover 0.986); below this it is another tokenizer's."""
-IMPORT = "kimi-eagle vocab import T2D D2T reads either form and writes the right one"
+IMPORT = (
+    "take t2d and d2t of one mapping; kimi-eagle vocab import T2D D2T reads offsets and absolute "
+    "ids and writes the right form"
+)
 
 
 @rule(
@@ -161,20 +165,28 @@ def plain_slice(facts: Facts) -> Iterator[Problem]:
         )
 
 
-ARRAY_RULES = (offsets, agrees, plain_slice)
+ARRAY_RULES = {
+    "mapping-offsets": offsets,
+    "mapping-agrees": agrees,
+    "mapping-plain-slice": plain_slice,
+}
 """Those that look at a mapping alone, each standing on the one before."""
 
 
-def problem_of(mapping: VocabMapping) -> Problem | None:
-    """The first of them that a mapping breaks, for `vocab import`."""
-    for check in ARRAY_RULES:
+def refuse_broken(mapping: VocabMapping, where: object) -> None:
+    """RunError for the first of them that a mapping breaks: `vocab import` has no recipe."""
+    for name, check in ARRAY_RULES.items():
         try:
             found = list(check(SimpleNamespace(mapping=mapping)))
         except NotConcerned:
             continue
         if found:
-            return found[0]
-    return None
+            raise RunError(
+                f"{name}: {found[0].what}",
+                where=where,
+                expected=found[0].expected,
+                fix=RULES[name].fix,
+            )
 
 
 @_rule(
