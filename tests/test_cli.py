@@ -46,7 +46,7 @@ MODEL = "~/.cache/kimi-eagle/models/SmolLM2-135M-Instruct"
         ([(MODEL, "/no/such/model")], ["/no/such/model"]),
         ([("prompts.jsonl", "prompt.jsonl")], ["prompt.jsonl"]),
         ([("layers = [2, 15, 27, 30]", "layers = [2, 15, 27, 31]")], ["31", "30"]),
-        ([("draft_vocab_size = 1024", "draft_vocab_size = 50000")], ["50000", "49152"]),
+        ([("draft_vocab_size = 1024", "draft_vocab_size = 50000")], ["50,000", "49,152"]),
     ],
 )
 def test_a_wrong_recipe_is_one_line(tmp_path: Path, eagle, verifier_dir, changes, words) -> None:

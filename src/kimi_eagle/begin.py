@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import kimi_eagle
 from kimi_eagle import files
 from kimi_eagle.containers import start
+from kimi_eagle.errors import UsageError
 from kimi_eagle.recipe import STAGES, Recipe
 from kimi_eagle.rundir import RunDir, follow
 from kimi_eagle.site import Site
@@ -29,7 +30,8 @@ def begin(run: RunDir, recipe: Recipe, recipe_path: Path, site: Site | None = No
     from kimi_eagle import contracts
     from kimi_eagle.lock import runlock
 
-    contracts.enforce(contracts.Facts(recipe, site=site), contracts.rules().values())
+    facts = contracts.Facts(recipe, site=site)
+    contracts.enforce(facts, contracts.rules().values(), UsageError)
     if start.inside():
         image = None
         follow(run, recipe, recipe_path)

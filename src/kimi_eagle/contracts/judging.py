@@ -64,18 +64,18 @@ def judge(facts: Facts, rules: Iterable[Rule]) -> list[Verdict]:
     return [found[r.id] for r in rules]
 
 
-def enforce(facts: Facts, rules: Iterable[Rule]) -> None:
-    """RunError for the first problem; its text begins with the rule's id."""
+def enforce(facts: Facts, rules: Iterable[Rule], error: type[KimiEagleError] = RunError) -> None:
+    """An `error` for the first problem; its text begins with the rule's id."""
     for verdict in judge(facts, rules):
         if verdict.state == PROBLEM:
-            raise as_error(verdict)
+            raise as_error(verdict, error)
 
 
-def as_error(verdict: Verdict) -> RunError:
+def as_error(verdict: Verdict, error: type[KimiEagleError] = RunError) -> KimiEagleError:
     """The first problem of a broken rule as an error; how many more there are is said."""
     first, *others = verdict.problems
     more = f" (and {len(others)} more)" if others else ""
-    return RunError(
+    return error(
         f"{verdict.rule.id}: {first.what}{more}",
         where=first.where,
         expected=first.expected,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_eagle import accepted, files
-from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.errors import RunError
 from kimi_eagle.ledger import Ledger, Record, Unit
 from kimi_eagle.recipe import EngineSection, Recipe
 from kimi_eagle.record import RIGHTS, of_the_machine
@@ -52,28 +52,7 @@ class Context:
         from kimi_eagle.verifier import open_verifier
 
         section = self.recipe.verifier
-        verifier = open_verifier(section.path, trust_remote_code=section.trust_remote_code)
-        verifier.check_layers(self.recipe.extract.layers)
-        size = self.recipe.vocab.draft_vocab_size
-        if size > verifier.vocab_size:
-            raise UsageError(
-                f"vocab.draft_vocab_size is {size}",
-                where=self.recipe.name,
-                expected=f"at most the verifier's {verifier.vocab_size}",
-            )
-        if self.recipe.extract.layers[-1] != verifier.num_layers:
-            raise UsageError(
-                f"extract.layers ends with {self.recipe.extract.layers[-1]}",
-                where=self.recipe.name,
-                expected=f"{verifier.num_layers}: the state after the last layer is the target",
-            )
-        if bad := [t for t in self.recipe.vocab.force_tokens if not 0 <= t < verifier.vocab_size]:
-            raise UsageError(
-                f"vocab.force_tokens holds {bad[0]}",
-                where=self.recipe.name,
-                expected=f"ids from 0 to {verifier.vocab_size - 1}",
-            )
-        return verifier
+        return open_verifier(section.path, trust_remote_code=section.trust_remote_code)
 
     @cached_property
     def template(self) -> ChatTemplate:
