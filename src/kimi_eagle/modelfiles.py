@@ -7,11 +7,13 @@ reads. Writes nothing; no torch at import.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,19 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UsageError("not a JSON object", where=file)
     return data
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """For parsing many headers: each is thousands of small objects without a cycle, and Python's
+    cycle collector would walk all of them again and again (Kimi-K2.5: 0.60 s, without it 0.25)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def weight_file(file: Path) -> Path:

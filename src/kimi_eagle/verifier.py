@@ -26,6 +26,7 @@ from kimi_eagle.modelfiles import (
     Header,
     Missing,
     Pointer,
+    collector_off,
     content_hashes,
     read_header,
     read_json,
@@ -221,11 +222,12 @@ class Verifier:
     def opened(self) -> dict[str, Header | Missing | Pointer | Cut]:
         """File name -> safetensors header of every weight file, or what is wrong with the file."""
         found: dict[str, Header | Missing | Pointer | Cut] = {}
-        for name in sorted(set(self.weight_map.values())):
-            try:
-                found[name] = read_header(self.path / name)
-            except (Missing, Pointer, Cut) as e:
-                found[name] = e
+        with collector_off():
+            for name in sorted(set(self.weight_map.values())):
+                try:
+                    found[name] = read_header(self.path / name)
+                except (Missing, Pointer, Cut) as e:
+                    found[name] = e
         return found
 
     @property
@@ -248,7 +250,8 @@ class Verifier:
         for suffix in suffixes:
             if suffix in self._found:
                 return self._found[suffix]
-            names = [n for n in self.weight_map if n == suffix or n.endswith("." + suffix)]
+            ending = [n for n in self.weight_map if n.endswith(suffix)]
+            names = [n for n in ending if n == suffix or n.endswith("." + suffix)]
             if names:
                 self._found[suffix] = min(names, key=lambda n: (n.count("."), len(n), n))
                 return self._found[suffix]

@@ -63,8 +63,8 @@ def present(facts: Facts) -> Iterator[Problem]:
     why="transformers 5.17.0 knows the model type kimi_k25 (TOKENIZER_MAPPING_NAMES: "
     "TokenizersBackend). Without trust_remote_code it raises nothing: it converts tiktoken.model "
     "itself (convert_slow_tokenizer.py, TikTokenConverter) with GPT-4's pattern to split words, "
-    "while Kimi's code splits Han apart. Other ids for the same text, in samples, states and "
-    "acceptance alike.",
+    "while Kimi's code splits Han apart. So prepare would make other ids than the engine: where "
+    "vLLM 0.31.0 is imported, its own class of the configuration makes the same call an error.",
     how="auto_map.AutoTokenizer of tokenizer_config.json, where no tokenizer.json lies beside it.",
     fix="read the Python files in the directory, then set [verifier] trust_remote_code = true",
     stages=(*USED, "vocab"),

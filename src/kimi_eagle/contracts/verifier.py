@@ -12,8 +12,8 @@ from typing import Any
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
 from kimi_eagle.errors import UsageError
-from kimi_eagle.verifier import INDEX, TABLES, Verifier
 from kimi_eagle.modelfiles import Cut, Missing, Pointer
+from kimi_eagle.verifier import INDEX, TABLES, Verifier
 
 ALL = ("regenerate", "prepare", "extract", "vocab", "train", "benchmark")
 LOADED = ("regenerate", "extract", "train", "benchmark")
