@@ -172,6 +172,21 @@ def driver() -> str | None:
     return _gpus()[1]
 
 
+def gpu_sizes() -> list[tuple[float, tuple[int, int]]]:
+    """(memory in GiB, compute capability) of each GPU that nvidia-smi shows; [] without.
+
+    Not asked of torch: that would open CUDA in this process, and vLLM could not fork its own.
+    """
+    query = "--query-gpu=memory.total,compute_cap"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = re.findall(r"^\s*(\d+),\s*(\d+)\.(\d+)\s*$", done.stdout, re.MULTILINE)
+    return [(int(mib) / 1024, (int(major), int(minor))) for mib, major, minor in found]
+
+
 def _gpus() -> tuple[dict[str, int] | None, str | None]:
     """Models of NVIDIA GPUs with their number, and the driver's version; nothing is started.
 

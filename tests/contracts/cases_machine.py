@@ -23,6 +23,7 @@ def machine(gib: float = 80.0, capability: tuple[int, int] = (9, 0), driver: str
     """GPUs of one kind, seen by a torch built for CUDA 13."""
 
     def change(place: Place) -> None:
+        place.recipe["engine"]["device"] = "cuda"
         place.given |= {"gpus": [Gpu(gib, capability)] * 8, "cuda": CUDA_13, "driver": driver}
 
     return change
@@ -48,6 +49,13 @@ CASES = [
         machine(capability=(7, 0)),
         "sm_70 has no bfloat16",
         machine(capability=(12, 0)),
+        heavy=True,
     ),
-    Case("machine-architecture", machine(capability=(11, 0)), "no code for sm_110", machine()),
+    Case(
+        "machine-architecture",
+        machine(capability=(11, 0)),
+        "no code for sm_110",
+        machine(),
+        heavy=True,
+    ),
 ]

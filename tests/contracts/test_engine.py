@@ -168,6 +168,18 @@ def test_architectures(capability: tuple[int, int], built: list[str], says: str 
     assert fault is None if says is None else says in fault
 
 
+def test_gpus_are_what_nvidia_smi_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf '97887, 12.0\\n143771, 9.0\\n[N/A], 9.0\\n'\n")
+    smi.chmod(0o755)
+    recipe = recipes.load(ROOT / "jobs/smollm2.toml")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert Facts(recipe).gpus == [(97887 / 1024, (12, 0)), (143771 / 1024, (9, 0))]
+    assert not Facts(recipe).lacks("gpu")
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert Facts(recipe).gpus == [] and Facts(recipe).lacks("gpu")
+
+
 def test_kimi_divides_by_8_and_not_by_3(facts: Facts):
     assert engine.undivided(facts, 8) == engine.undivided(facts, 64) == []
     assert engine.undivided(facts, 3)

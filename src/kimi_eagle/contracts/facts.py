@@ -31,7 +31,7 @@ PINNED = (*LIBRARIES, "hs-connectors")
 
 
 class Gpu(NamedTuple):
-    """memory: GiB, as the driver reports it. capability: (9, 0) for sm_90."""
+    """memory: GiB, as nvidia-smi shows it. capability: (9, 0) for sm_90."""
 
     memory: float
     capability: tuple[int, int]
@@ -66,7 +66,8 @@ class Facts:
             case "installed":
                 return self._image_elsewhere or not self.versions
             case "gpu":
-                return not self.gpus
+                # With a site, other machines do the work: what this one has says nothing.
+                return self.site is not None or not self.gpus
             case "site":
                 return self.site is None
             case "run":
@@ -121,14 +122,10 @@ class Facts:
 
     @cached_property
     def gpus(self) -> list[Gpu]:
-        """The GPUs that torch sees; [] without torch."""
-        if self.lacks("torch"):
-            return []
-        import torch
+        """The GPUs of this machine, or those that Slurm gave this job."""
+        from kimi_eagle.provenance import gpu_sizes
 
-        numbers = range(torch.cuda.device_count())
-        found = [torch.cuda.get_device_properties(i) for i in numbers]
-        return [Gpu(p.total_memory / (1 << 30), (p.major, p.minor)) for p in found]
+        return [Gpu(*found) for found in gpu_sizes()]
 
     @cached_property
     def cuda(self) -> tuple[str | None, list[str]]:

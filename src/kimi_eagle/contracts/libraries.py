@@ -15,6 +15,7 @@ What changed in speculators from 0.3.0, which older scripts were written for, to
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator
 from importlib import metadata
@@ -22,6 +23,7 @@ from typing import Any
 
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Problem, rule
+from kimi_eagle.errors import UsageError
 
 _EAGLE3 = "speculators.models.eagle3"
 _TRAIN = "speculators.train"
@@ -191,10 +193,16 @@ def speculators(facts: Facts) -> Iterator[Problem]:
     how="Each name is imported and its signature read.",
     fix="install the pinned vLLM, or use the pinned image",
     needs=("vllm",),
-    stages=("regenerate", "extract", "benchmark"),
+    stages=("regenerate", "extract"),
     after=("libraries-pinned",),
 )
 def vllm(facts: Facts) -> Iterator[Problem]:
+    from kimi_eagle.capture.settings import prepare_environment
+
+    # Once imported, the libraries have read their environment. A device that is not this build's
+    # is the stage's own error.
+    with contextlib.suppress(UsageError):
+        prepare_environment(facts.recipe.engine_for("extract"))
     yield from _differences(facts, VLLM, "vllm")
 
 

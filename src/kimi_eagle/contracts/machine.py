@@ -76,13 +76,17 @@ def memory(facts: Facts) -> Iterator[Problem | Note]:
     "machine-memory-here",
     what="Each GPU of this machine holds what `machine-memory` says.",
     why="As there; here with the memory that the driver reports, for sites that name none.",
-    how="The smallest GPU that torch sees.",
+    how="The smallest GPU that nvidia-smi shows.",
     fix="choose GPUs with more memory, or a larger tp over as many GPUs",
     needs=("gpu",),
     stages=STAGES,
     after=(*WEIGHTS, "engine-tp-divides", "engine-on-a-node", "engine-pipeline"),
 )
 def memory_here(facts: Facts) -> Iterator[Problem | Note]:
+    from kimi_eagle.capture.settings import vllm_build
+
+    if facts.recipe.engine.device == "auto" and facts.versions and vllm_build()[1] == "cpu":
+        raise NotConcerned("the installed vLLM is built for the CPU")
     yield from _judge_memory(facts, min(g.memory for g in facts.gpus), "this machine")
 
 
@@ -246,11 +250,13 @@ def architecture_fault(capability: tuple[int, int], built_for: list[str]) -> str
     how="Compute capability of each GPU against torch.cuda.get_arch_list(). On sm_120 vLLM 0.31.0 "
     "has one kernel for latent attention (TRITON_MLA, platforms/cuda.py), which is said.",
     fix="use an image built for these GPUs",
-    needs=("gpu",),
+    needs=("gpu", "torch"),
     stages=(*STAGES, "train"),
 )
 def architecture(facts: Facts) -> Iterator[Problem | Note]:
-    _, built = facts.cuda
+    cuda, built = facts.cuda
+    if cuda is None:
+        raise NotConcerned("a build of torch without CUDA")
     for capability in sorted({g.capability for g in facts.gpus}):
         if fault := architecture_fault(capability, built):
             what, _, expected = fault.partition(": expected ")
