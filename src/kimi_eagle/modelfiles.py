@@ -83,8 +83,11 @@ def weight_file(file: Path) -> Path:
     return file
 
 
-def read_header(file: Path) -> Header:
-    """The header, checked against the file's size. Missing, Pointer or Cut."""
+def read_header(file: Path) -> tuple[Header, int]:
+    """The header and the bytes of data behind it, checked against the file's size.
+
+    Raises Missing, Pointer or Cut.
+    """
     size = weight_file(file).stat().st_size
     with open(file, "rb") as f:
         start = f.read(len(LFS_MARK))
@@ -101,11 +104,12 @@ def read_header(file: Path) -> Header:
             ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise Cut("not a safetensors file: broken header", where=file) from None
-    expected = 8 + length + max(ends, default=0)
+    held = max(ends, default=0)
+    expected = 8 + length + held
     if size != expected:
         wanted = f"{expected} by its header"
         raise Cut(f"weight file has {size} bytes", where=file, expected=wanted, fix="copy it again")
-    return header
+    return header, held
 
 
 def content_hashes(folder: Path, progress: Callable[[int], None] | None = None) -> dict[str, str]:

@@ -42,6 +42,7 @@ SINGLE = "model.safetensors"
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 LM_HEAD_NAMES = ("lm_head.weight",)
 NORM_NAMES = ("model.norm.weight", "transformer.ln_f.weight")
+KNOWN = (*EMBEDDING_NAMES, *LM_HEAD_NAMES, *NORM_NAMES)
 TABLES = {"embedding": EMBEDDING_NAMES, "lm_head": LM_HEAD_NAMES}
 """The two matrices that the draft takes over, [vocab_size, hidden_size]."""
 
@@ -90,6 +91,8 @@ class Verifier:
         self._tokenizer: Any = None
         self._settings: dict[str, dict[str, Any]] = {}
         self._found: dict[str, str] = {}
+        self.data_bytes: dict[str, int] = {}
+        """File name -> bytes of weights, for each file that `opened` found whole."""
 
     # -- configuration -------------------------------------------------------------------------
 
@@ -138,9 +141,8 @@ class Verifier:
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end an answer: generation_config.json first, then config.json; no doubles."""
-        generation = self.settings("generation_config.json")
         found: list[int] = []
-        for place in (generation, self.config, self.text_config):
+        for place in (self.settings("generation_config.json"), self.config, self.text_config):
             value = place.get("eos_token_id")
             found += value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(int(i) for i in found))
@@ -188,9 +190,8 @@ class Verifier:
     @property
     def has_template(self) -> bool:
         """Whether the directory holds a chat template; nothing is imported for the answer."""
-        for name in ("chat_template.jinja", "chat_template.json"):
-            if (self.path / name).is_file():
-                return True
+        if self._has("chat_template.jinja") or self._has("chat_template.json"):
+            return True
         return bool(self.settings("tokenizer_config.json").get("chat_template"))
 
     def tokenizer_digest(self) -> str:
@@ -209,7 +210,7 @@ class Verifier:
                 raise UsageError("index without weight_map", where=index)
             return found
         if (self.path / SINGLE).is_symlink() or (self.path / SINGLE).exists():
-            header = read_header(self.path / SINGLE)
+            header, _ = read_header(self.path / SINGLE)
             return {name: SINGLE for name in header if name != "__metadata__"}
         raise UsageError(
             "no weights",
@@ -225,7 +226,7 @@ class Verifier:
         with collector_off():
             for name in sorted(set(self.weight_map.values())):
                 try:
-                    found[name] = read_header(self.path / name)
+                    found[name], self.data_bytes[name] = read_header(self.path / name)
                 except (Missing, Pointer, Cut) as e:
                     found[name] = e
         return found
@@ -240,6 +241,11 @@ class Verifier:
             headers[name] = found
         return headers
 
+    @cached_property
+    def _known(self) -> list[str]:
+        """Names that end in one of KNOWN: one pass over 200,000 names instead of several."""
+        return [n for n in self.weight_map if n.endswith(KNOWN)]
+
     def find(self, suffixes: str | Iterable[str]) -> str:
         """The one tensor name equal to, or ending in `.SUFFIX` of, the first suffix that matches.
 
@@ -250,8 +256,8 @@ class Verifier:
         for suffix in suffixes:
             if suffix in self._found:
                 return self._found[suffix]
-            ending = [n for n in self.weight_map if n.endswith(suffix)]
-            names = [n for n in ending if n == suffix or n.endswith("." + suffix)]
+            pool = self._known if suffix in KNOWN else self.weight_map
+            names = [n for n in pool if n == suffix or n.endswith("." + suffix)]
             if names:
                 self._found[suffix] = min(names, key=lambda n: (n.count("."), len(n), n))
                 return self._found[suffix]
@@ -313,9 +319,8 @@ class Verifier:
         """UsageError where a matrix is not [vocab_size, hidden_size]."""
         shape, expected = self.entry(name)["shape"], [self.vocab_size, self.hidden_size]
         if shape != expected:
-            raise UsageError(
-                f"{what} {name} has shape {shape}", where=self.path, expected=str(expected)
-            )
+            fault = f"{what} {name} has shape {shape}"
+            raise UsageError(fault, where=self.path, expected=str(expected))
 
     def entry(self, name: str) -> dict[str, Any]:
         """dtype, shape and data_offsets of a tensor that the index names."""

@@ -66,7 +66,7 @@ def text_of(facts: Facts) -> Any:
     how="The shape is made as training makes it.",
     fix="set [train.draft] num_attention_heads, num_key_value_heads, head_dim",
     stages=("train",),
-    after=("verifier-directory",),
+    after=("verifier-config",),
 )
 def heads(facts: Facts) -> Iterator[Problem]:
     shape_of(facts)
@@ -75,7 +75,7 @@ def heads(facts: Facts) -> Iterator[Problem]:
 
 def _rule(id: str, **words: Any):  # noqa: A002
     """A rule on a shape that can be."""
-    return rule(id, stages=("train",), after=("verifier-directory", "draft-shape-heads"), **words)
+    return rule(id, stages=("train",), after=("verifier-config", "draft-shape-heads"), **words)
 
 
 def latent_traps(text: Any) -> tuple[int, set[int]]:

@@ -63,7 +63,13 @@ def tokenizer(facts: Facts) -> Iterator[Problem]:
     "hash` tells.",
     fix=AGAIN,
     needs=("run",),
-    after=("verifier-directory", "drift-tokenizer"),
+    after=(
+        "verifier-directory",
+        "verifier-weights-present",
+        "verifier-weights-fetched",
+        "verifier-weights-whole",
+        "drift-tokenizer",
+    ),
 )
 def verifier(facts: Facts) -> Iterator[Problem]:
     yield from _made_with(facts, ENGINE_STAGES, "verifier", facts.verifier.id())

@@ -35,7 +35,7 @@ IMPORT = (
     "the verifier's vocabulary is allowed: no mapping is needed then.",
     fix="set [vocab] draft_vocab_size (32,000 of 163,840 for Kimi-K2.5)",
     stages=("vocab", "train"),
-    after=("verifier-directory",),
+    after=("verifier-config",),
 )
 def size(facts: Facts) -> Iterator[Problem | Note]:
     section, whole = facts.recipe.vocab, facts.verifier.vocab_size
@@ -62,7 +62,7 @@ def size(facts: Facts) -> Iterator[Problem | Note]:
     how="vocab.force_tokens against vocab_size of config.json.",
     fix="correct [vocab] force_tokens",
     stages=("vocab",),
-    after=("verifier-directory",),
+    after=("verifier-config",),
 )
 def forced_ids(facts: Facts) -> Iterator[Problem]:
     whole = facts.verifier.vocab_size
@@ -83,7 +83,7 @@ def forced_ids(facts: Facts) -> Iterator[Problem]:
     fix="make it again: kimi-eagle vocab import (or vocab build) writes all five files",
     needs=("mapping",),
     stages=("vocab", "train"),
-    after=("verifier-directory",),
+    after=("verifier-config",),
 )
 def readable(facts: Facts) -> Iterator[Problem | Note]:
     if folder := facts.recipe.vocab.mapping:

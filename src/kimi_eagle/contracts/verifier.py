@@ -206,44 +206,38 @@ def weights_whole(facts: Facts) -> Iterator[Problem]:
 )
 def index_current(facts: Facts) -> Iterator[Problem | Note]:
     verifier = facts.verifier
-    names, headers = verifier.weight_map, verifier.headers
-    counted = dict.fromkeys(headers, 0)
-    lost = []
-    for name, file in names.items():
-        counted[file] += 1
-        if name not in headers[file]:
-            lost.append(name)
+    names = verifier.weight_map
+    held = {n: f for f, h in verifier.headers.items() for n in h if n != "__metadata__"}
+    if held != names:
+        yield from _differences(verifier, names, held)
+    told = (verifier.settings(INDEX).get("metadata") or {}).get("total_size")
+    size = sum(verifier.data_bytes.values())
+    if isinstance(told, int) and told != size:
+        yield Note(f"the index says {told:,} bytes, its files hold {size:,}")
+    if others := {p.name for p in verifier.path.glob("*.safetensors")} - set(verifier.headers):
+        yield Note(f"{len(others)} safetensors files are not in the index: vLLM leaves them out")
+
+
+def _differences(
+    verifier: Verifier, names: dict[str, str], held: dict[str, str]
+) -> Iterator[Problem]:
+    """One problem for tensors that the files lack, else one for those that the index lacks."""
+    lost = [n for n, file in names.items() if n not in verifier.headers[file]]
     if lost:
         more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
         yield Problem(
             f"index names {lost[0]}, the file does not hold it{more}",
             where=str(verifier.path / names[lost[0]]),
         )
-    held = {file: len(h) - ("__metadata__" in h) for file, h in headers.items()}
-    if over := [f for f in held if held[f] > counted[f]] if not lost else []:
-        file = over[0]
-        extra = next(n for n in headers[file] if n != "__metadata__" and names.get(n) != file)
-        yield Problem(
-            f"{file} holds {extra}, the index does not name it there",
-            where=str(verifier.path / file),
-        )
-    yield from _index_notes(verifier)
-
-
-def _index_notes(verifier: Verifier) -> Iterator[Note]:
-    told = verifier.settings(INDEX).get("metadata") or {}
-    held = sum(
-        entry["data_offsets"][1] - entry["data_offsets"][0]
-        for header in verifier.headers.values()
-        for name, entry in header.items()
-        if name != "__metadata__"
-    )
-    size = told.get("total_size")
-    if isinstance(size, int) and size != held:
-        yield Note(f"the index says {size:,} bytes, its files hold {held:,}")
-    others = {p.name for p in verifier.path.glob("*.safetensors")} - set(verifier.headers)
-    if others:
-        yield Note(f"{len(others)} safetensors files are not in the index: vLLM leaves them out")
+        return
+    # A tensor that lies in two files is held by the one that the index names, and by another.
+    for file, header in verifier.headers.items():
+        if over := [n for n in header if n != "__metadata__" and names.get(n) != file]:
+            yield Problem(
+                f"{file} holds {over[0]}, the index does not name it there",
+                where=str(verifier.path / file),
+            )
+            return
 
 
 # -- embedding, lm_head and norm -----------------------------------------------------------------
