@@ -187,3 +187,39 @@ def test_vllm_reads_and_loads_the_good_draft(vllm: dict[str, dict[str, Any]]):
     assert good["tokens"] == TOKENS.tolist()
     assert good["head_dim"] == 16 and good["layers"] == [1, 2, 3]
     assert good["norm"] == 64.0 and good["positions"] == 4096
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_what_vllm_does_with_a_mutation(vllm: dict[str, dict[str, Any]], name: str):
+    """vLLM 0.31.0 refuses two of twelve; the others load and change what is drafted, or its
+    limits, without a word."""
+    found, good = vllm[name], vllm["good"]
+    if name == "method-eagle":
+        assert "Expected one of" in found["reads"] and "Expected one of" in found["loads"]
+        return
+    assert found["reads"] == ""
+    if name == "renamed":
+        assert "no module or parameter named 'model'" in found["loads"]
+        return
+    assert found["loads"] == ""
+    differs = {key for key in good if found[key] != good[key]}
+    changed = {
+        "missing-d2t": {"tokens"},
+        "absolute-d2t": {"tokens"},
+        "plain-slice": {"tokens"},
+        "stale": {"tokens"},
+        "head-dim": {"head_dim", "cosine"},
+        "theta": {"cosine"},
+        "no-yarn": {"cosine"},
+        "aux-ids": {"layers"},
+        "positions": {"positions"},
+        "dtype": set(),  # cast to the target's type
+    }
+    assert differs == changed[name]
+    if name in ("missing-d2t", "plain-slice"):
+        assert found["tokens"] == list(range(D))
+    if name == "absolute-d2t":
+        assert found["tokens"] == (TOKENS + np.arange(D)).tolist()
+    if name == "positions":
+        assert found["positions"] == 1024, "raised to the target's max_model_len"

@@ -161,9 +161,10 @@ def layers(facts: Facts) -> Iterator[Problem]:
 @draft_rule(
     "draft-head-dim",
     what="The head size of the draft is that of its shape, and no part of latent attention.",
-    why="Another head size in config.json than in training splits the same rows into other heads "
-    "where their product agrees, and a draft made with 64 (Kimi-K2.5's rotary part) or 112 "
-    "(hidden / heads) instead of 128 has less attention than was meant.",
+    why="vLLM 0.31.0 loads a draft whose config.json has a smaller head size than its weights: it "
+    "takes the first rows of each product without a word (seen). And a draft made with 64 "
+    "(Kimi-K2.5's rotary part) or 112 (hidden / heads) instead of 128 has less attention than was "
+    "meant.",
     how="head_dim against that of the recipe's shape and the traps of the verifier's config.",
     fix="correct config.json, or train again with head_dim left out",
     after=FITS,
