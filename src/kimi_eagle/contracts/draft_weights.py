@@ -48,8 +48,8 @@ def tensors(facts: Facts) -> Iterator[Problem]:
 @draft_rule(
     "draft-tensor-shapes",
     what="Every tensor has the shape that the config says.",
-    why="vLLM builds the draft from config.json. Another shape is an error in a weight loader after "
-    "the verifier is loaded, or, in attention, rows that are left out without a word (0.31.0).",
+    why="vLLM builds the draft from config.json. Another shape is an error in a weight loader "
+    "after the verifier is loaded; in attention rows are left out without a word (0.31.0).",
     how="Shapes in the safetensors headers against heads, head_dim, widths and vocabularies.",
     fix="take config.json and weights of the same export",
     after=(*FITS, "draft-head-dim", "draft-tensors"),
