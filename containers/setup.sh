@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv from containers/cpu.lock, installs this package into it (editable) and fetches the
-# small real model. What `make setup` runs. Safe to repeat: each step is skipped when it is done.
+# Makes .venv from containers/cpu.lock, installs this package into it (editable), fetches the
+# small real model and makes the toy Kimi. What `make setup` runs. Safe to repeat: each step is
+# skipped when it is done.
 #   PYTHON        the CPython 3.11 to use (default: python3.11, then python3)
 #   TORCH_INDEX   further package index for torch's CPU build, where pip's own has only CUDA builds
-#   KIMI_EAGLE_CACHE  where the model goes (default ~/.cache/kimi-eagle)
+#   KIMI_EAGLE_CACHE  where the models go (default ~/.cache/kimi-eagle)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec 9<containers/setup.sh
@@ -83,4 +84,5 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$want_package" ] || [ ! -x "$venv/bin/kim
 fi
 
 "$venv/bin/python" -m kimi_eagle.demo_model
+"$venv/bin/python" -m kimi_eagle.toy
 say "ready"

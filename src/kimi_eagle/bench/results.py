@@ -81,6 +81,7 @@ def make_specs(
 ) -> tuple[Spec, Spec]:
     """The two specs, with and without the draft, else the same."""
     from kimi_eagle.capture.settings import environment, settings
+    from kimi_eagle.capture.vllm_cpu import served
 
     section = recipe.engine_for("benchmark").model_copy(
         update={"max_num_seqs": max(recipe.benchmark.batch_sizes)}
@@ -88,7 +89,7 @@ def make_specs(
     common = {
         "verifier": str(verifier.path),
         "verifier_id": verifier.id(),
-        "engine": settings(section, seed=recipe.seed),
+        "engine": served(settings(section, seed=recipe.seed), verifier.config),
         "environment": environment(section),
         "workload": workload,
         "batch_sizes": tuple(recipe.benchmark.batch_sizes),

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kimi_eagle.capture import vllm_cpu
 from kimi_eagle.capture.settings import (
     engine_arguments,
     environment,
@@ -83,6 +84,7 @@ class _Engine:
     def __enter__(self):
         from vllm import EngineArgs, LLMEngine
 
+        vllm_cpu.prepare(self.settings)
         arguments = engine_arguments(self.settings, self.verifier_path, self._trust_remote_code)
         try:
             self._engine = LLMEngine.from_engine_args(

@@ -18,6 +18,7 @@ FORMAT = "bench/1"
 def plan(ctx: Context) -> list[Unit]:
     """One unit: this draft on this workload with these engine settings."""
     from kimi_eagle.bench.workload import load_workload
+    from kimi_eagle.capture.vllm_cpu import served
 
     (trained,) = ctx.gate("train")
     workload = load_workload(ctx.recipe, ctx.template)
@@ -29,7 +30,7 @@ def plan(ctx: Context) -> list[Unit]:
         "benchmark": ctx.recipe.benchmark.model_dump(
             mode="json", exclude={"prompts", "limit", "engine"}
         ),
-        "engine": ctx.engine_parts("benchmark"),
+        "engine": served(ctx.engine_parts("benchmark"), ctx.verifier.config),
     }
     return [Unit(name="all", parts=parts, tokens=workload.max_tokens, payload=(trained, workload))]
 
