@@ -19,16 +19,6 @@ def engine(section: str | None = None, **values: Any) -> Callable[[Place], None]
     return change
 
 
-def three_ranks(place: Place) -> None:
-    """With a draft that divides, whose shape has a rule of its own."""
-    place.recipe["engine"]["tp"] = 3
-    place.recipe["train"]["draft"] = {
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "intermediate_size": 96,
-    }
-
-
 def too_long(place: Place) -> None:
     """With a draft for so many positions, which has a rule of its own."""
     place.recipe["engine"]["max_model_len"] = 5000
@@ -82,7 +72,7 @@ def versions(**changed: str) -> Callable[[Place], None]:
 
 
 CASES = [
-    Case("engine-tp-divides", three_ranks, "tp 3 does not divide attention heads (4)"),
+    Case("engine-tp-divides", engine(tp=3), "tp 3 does not divide attention heads (4)"),
     Case("engine-tp-divides", group_across_ranks, "the experts' 1 groups of 32"),
     Case("engine-on-a-node", two_gpus_of_one, "tp 2 x pp 1 = 2 GPUs", engine(tp=2)),
     Case("engine-pipeline", engine("extract", pp=2), "pp 2", engine("regenerate", pp=2)),

@@ -86,7 +86,8 @@ def test_eight_gpus_of_80_gb_do_not_hold_kimi_and_what_would_is_said(facts: Fact
     for problem in problems:
         assert "71.1 GiB of weights" in problem.what
         assert "at most 71.6 GiB" in problem.expected
-        assert "tp 16 over 2 nodes of 8 GPUs" in problem.fix
+        assert "tp 16, pp 1 over 2 nodes of 8 GPUs" in problem.fix
+        assert "pp 2" not in problem.fix  # both engines hand out states
         assert "GPUs of at least 8" in problem.fix
 
 
@@ -104,6 +105,20 @@ def test_what_is_offered_does_hold_it(facts: Facts):
                 isinstance(x, Problem)]  # fmt: skip
     assert [x for x in judged(facts, machine.memory, gpu_memory_gib=max(sizes) - 2) if
             isinstance(x, Problem)]  # fmt: skip
+
+
+def test_pipeline_stages_are_offered_to_an_engine_that_only_answers(facts: Facts):
+    recipe = facts.recipe
+    section = recipe.regenerate.engine.model_copy(update={"max_num_seqs": 64})
+    changed = recipe.regenerate.model_copy(update={"engine": section})
+    own = Facts(
+        recipe.model_copy(update={"regenerate": changed}),
+        site=facts.site,
+        verifier=facts.verifier,
+        weights=facts.weights,
+    )
+    answers = next(p for p in machine.memory(own) if "[regenerate]" in p.where)
+    assert "tp 16, pp 1 over 2 nodes" in answers.fix and "tp 8, pp 2 over 2 nodes" in answers.fix
 
 
 def test_a_load_is_bytes_over_speed(facts: Facts):

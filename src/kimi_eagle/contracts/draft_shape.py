@@ -73,9 +73,10 @@ def heads(facts: Facts) -> Iterator[Problem]:
     return iter(())
 
 
-def _rule(id: str, **words: Any):  # noqa: A002
+def _rule(id: str, *, after: tuple[str, ...] = (), **words: Any):  # noqa: A002
     """A rule on a shape that can be."""
-    return rule(id, stages=("train",), after=("verifier-config", "draft-shape-heads"), **words)
+    after = ("verifier-config", "draft-shape-heads", *after)
+    return rule(id, stages=("train",), after=after, **words)
 
 
 def latent_traps(text: Any) -> tuple[int, set[int]]:
@@ -167,6 +168,7 @@ def split_faults(shape: dict[str, Any], tp: int) -> list[str]:
     "_verify_and_get_draft_tp): heads that do not divide are an AssertionError at the benchmark.",
     how="Heads, key-value heads and feed-forward width by tp of [benchmark.engine].",
     fix="set [train.draft] num_attention_heads, num_key_value_heads, intermediate_size",
+    after=("engine-tp-divides",),
 )
 def parallel(facts: Facts) -> Iterator[Problem]:
     tp = facts.recipe.engine_for("benchmark").tp

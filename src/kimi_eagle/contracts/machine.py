@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kimi_eagle.contracts.engine import STAGES, engines
+from kimi_eagle.contracts.engine import READS_STATES, STAGES, engines, undivided
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
 from kimi_eagle.recipe import EngineSection
@@ -129,27 +129,32 @@ def _stages(facts: Facts, engine: EngineSection) -> list[str]:
 
 
 def would_do(facts: Facts, engine: EngineSection, gib: float, states: int) -> str:
-    """What would hold the engine: the smallest tp that does on GPUs of this size, with the nodes
-    that it takes, and the memory that would do with tp as it is."""
+    """What would hold the engine: more memory with tp and pp as they are, or on GPUs of this size
+    the smallest tp, and where states do not forbid it the smallest pp, with the nodes they take."""
     from kimi_eagle.capture.footprint import GIB, need
-    from kimi_eagle.contracts.engine import undivided
 
-    gpus = facts.recipe.slurm.gpus
-    share = engine.gpu_memory_utilization
-    now = need(facts.weights, facts.verifier, engine, states)
-    offers = [f"GPUs of at least {now.least / GIB / share + 1:.0f} GiB at tp {engine.tp}"]
-    for tp in (2, 4, 8, 16, 32, 64):
-        if tp <= engine.tp or undivided(facts, tp):
-            continue
-        larger = need(facts.weights, facts.verifier, engine.model_copy(update={"tp": tp}), states)
-        if larger.least / GIB + ROOM_GIB > gib * share:
-            continue
-        nodes = -(-tp // gpus)
-        offer = f"tp {tp}" if nodes == 1 else f"tp {tp} over {nodes} nodes of {gpus} GPUs"
-        later = "" if nodes == 1 else " (one engine over several nodes cannot be started yet)"
-        offers.append(f"{offer}, {larger.least / GIB:.0f} GiB a GPU{later}")
-        break
-    if engine.gpu_memory_utilization < 0.95 and now.least / GIB + ROOM_GIB / 2 <= gib * 0.95:
+    def least(tp: int, pp: int) -> float:
+        changed = engine.model_copy(update={"tp": tp, "pp": pp})
+        return need(facts.weights, facts.verifier, changed, states).least / GIB
+
+    share, gpus = engine.gpu_memory_utilization, facts.recipe.slurm.gpus
+    now = least(engine.tp, engine.pp)
+    offers = [f"GPUs of at least {now / share + 1:.0f} GiB as they are"]
+    larger = [t for t in (2, 4, 8, 16, 32, 64) if t > engine.tp and not undivided(facts, t)]
+    ways = [[(tp, engine.pp) for tp in larger]]
+    latent = bool(facts.verifier.text_config.get("kv_lora_rank"))
+    if not (latent and set(READS_STATES) & set(_stages(facts, engine))):
+        ways.append([(engine.tp, pp) for pp in (2, 4, 8) if pp > engine.pp])
+    for way in ways:
+        for tp, pp in way:
+            if least(tp, pp) + ROOM_GIB > gib * share:
+                continue
+            nodes, size = -(-tp * pp // gpus), f"{least(tp, pp):.0f} GiB a GPU"
+            over = f" over {nodes} nodes of {gpus} GPUs" if nodes > 1 else ""
+            later = " (one engine over several nodes cannot be started yet)" if nodes > 1 else ""
+            offers.append(f"tp {tp}, pp {pp}{over}, {size}{later}")
+            break
+    if share < 0.95 and now + ROOM_GIB / 2 <= gib * 0.95:
         offers.append("gpu_memory_utilization = 0.95")
     return "; or ".join(offers)
 
@@ -262,4 +267,7 @@ def architecture(facts: Facts) -> Iterator[Problem | Note]:
             what, _, expected = fault.partition(": expected ")
             yield Problem(what, where="this machine", expected=expected)
         elif capability[0] == 12 and facts.verifier.text_config.get("kv_lora_rank"):
-            yield Note("sm_120: latent attention runs on vLLM's Triton kernel (TRITON_MLA) alone")
+            yield Note(
+                "sm_120: latent attention runs on vLLM's Triton kernel (TRITON_MLA) alone; without "
+                "NVLink more than two GPUs reduce through NCCL (custom_all_reduce.py)"
+            )
