@@ -8,6 +8,7 @@ Parquet's own statistics answer for all samples, the masks are read of the first
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,50 @@ READ = 2048
 READERS = ("extract", "vocab", "train")
 
 
-def _parts(facts: Facts) -> list[Path]:
-    return [Path(p) for p in facts.samples or ()]
+@dataclass(frozen=True)
+class Part:
+    """What columns and footer of a tokens part tell: ids and n_loss at least and at most, the
+    longest sample, how many samples and how many of them truncated. None: an empty part."""
+
+    path: Path
+    ids: tuple[int, int] | None
+    least_loss: int | None
+    longest: int
+    samples: int
+    truncated: int
 
 
-def _bounds(part: Path, column: str) -> tuple[int, int] | None:
-    """Least and greatest value of a column by the file's statistics, else by reading it; None for
-    an empty part."""
+def look(path: Path) -> Part:
+    """Opens the part twice, reads its small columns; RunError where it is none (read_part)."""
+    import pyarrow.compute as pc
+
+    from kimi_eagle.data.samples import TRUNCATED, read_part
+
+    table = read_part(path, ["n_tokens", "n_loss", "finish_reason"])
+    return Part(
+        path,
+        _bounds_of_ids(path),
+        pc.min(table.column("n_loss")).as_py(),
+        pc.max(table.column("n_tokens")).as_py() or 0,
+        len(table),
+        pc.sum(pc.equal(table.column("finish_reason"), TRUNCATED)).as_py() or 0,
+    )
+
+
+def _bounds_of_ids(path: Path) -> tuple[int, int] | None:
+    """Least and greatest token id by the file's statistics, else by reading them."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    file = pq.ParquetFile(part)
-    at = next(
-        i for i in range(file.metadata.num_columns) if file.schema.column(i).path.startswith(column)
-    )
-    groups = range(file.metadata.num_row_groups)
-    told = [file.metadata.row_group(g).column(at).statistics for g in groups]
-    if all(s is not None and s.has_min_max for s in told):
-        return (min(s.min for s in told), max(s.max for s in told)) if told else None
-    values = file.read([column]).column(0).combine_chunks()
-    found = pc.min_max(values.flatten() if column == "input_ids" else values).as_py()
+    with pq.ParquetFile(path) as file:
+        columns = [file.schema.column(i).path for i in range(file.metadata.num_columns)]
+        at = next(i for i, name in enumerate(columns) if name.startswith("input_ids"))
+        groups = range(file.metadata.num_row_groups)
+        told = [file.metadata.row_group(g).column(at).statistics for g in groups]
+        if all(s is not None and s.has_min_max for s in told):
+            return (min(s.min for s in told), max(s.max for s in told)) if told else None
+        values = file.read(["input_ids"]).column(0).combine_chunks().flatten()
+    found = pc.min_max(values).as_py()
     return None if found["min"] is None else (found["min"], found["max"])
 
 
@@ -55,10 +80,7 @@ def _bounds(part: Path, column: str) -> tuple[int, int] | None:
     stages=READERS,
 )
 def samples_format(facts: Facts) -> Iterator[Problem]:
-    from kimi_eagle.data.samples import read_part
-
-    for part in _parts(facts):
-        read_part(part, ["n_tokens", "n_loss", "finish_reason"])
+    facts.parts  # noqa: B018  it raises
     yield from ()
 
 
@@ -75,11 +97,11 @@ def samples_format(facts: Facts) -> Iterator[Problem]:
 )
 def token_ids(facts: Facts) -> Iterator[Problem]:
     size = facts.verifier.vocab_size
-    for part in _parts(facts):
-        bounds = _bounds(part, "input_ids")
-        if bounds and not 0 <= bounds[0] <= bounds[1] < size:
-            bad = bounds[0] if bounds[0] < 0 else bounds[1]
-            yield Problem(f"token id {bad} in the samples", str(part), f"ids from 0 to {size - 1}")
+    for part in facts.parts:
+        if part.ids and not 0 <= part.ids[0] <= part.ids[1] < size:
+            bad = part.ids[0] if part.ids[0] < 0 else part.ids[1]
+            expected = f"ids from 0 to {size - 1}"
+            yield Problem(f"token id {bad} in the samples", str(part.path), expected)
             return
 
 
@@ -96,15 +118,15 @@ def token_ids(facts: Facts) -> Iterator[Problem]:
     after=("data-format",),
 )
 def loss(facts: Facts) -> Iterator[Problem]:
-    for part in _parts(facts):
-        if (bounds := _bounds(part, "n_loss")) and bounds[0] < 1:
-            yield Problem("a sample without loss token", str(part), "n_loss of at least 1")
+    for part in facts.parts:
+        if part.least_loss is not None and part.least_loss < 1:
+            yield Problem("a sample without loss token", str(part.path), "n_loss of at least 1")
             return
-    for part in _parts(facts)[:1]:
-        table = _head(part, ["n_loss", "loss_mask"])
+    for part in facts.parts[:1]:
+        table = _head(part.path, ["n_loss", "loss_mask"])
         counted = [sum(mask) for mask in table.column("loss_mask").to_pylist()]
         if counted != table.column("n_loss").to_pylist():
-            yield Problem("n_loss is not the number of tokens in the loss mask", str(part))
+            yield Problem("n_loss is not the number of tokens in the loss mask", str(part.path))
 
 
 def _head(part: Path, columns: list[str]) -> Any:
@@ -133,15 +155,15 @@ def _head(part: Path, columns: list[str]) -> Any:
 def mask(facts: Facts) -> Iterator[Problem]:
     ends = set(facts.verifier.eos_ids)
     runs, early, late = 0, 0, 0
-    for part in _parts(facts)[:1]:
-        table = _head(part, ["input_ids", "loss_mask"])
+    for part in facts.parts[:1]:
+        table = _head(part.path, ["input_ids", "loss_mask"])
         pairs = zip(table.column("input_ids"), table.column("loss_mask"), strict=True)
         for row, (ids, on) in enumerate(pairs):
             ids, on = ids.values.to_numpy(), on.values.to_numpy(zero_copy_only=False)
             if on[0]:
                 yield Problem(
                     f"sample {row + 1} carries loss at its first token",
-                    where=str(part),
+                    where=str(part.path),
                     expected="a prompt before every answer: no state comes before the first token",
                 )
                 return
@@ -156,7 +178,7 @@ def mask(facts: Facts) -> Iterator[Problem]:
         if count > runs / 2:
             yield Problem(
                 f"{count} of {runs} runs of loss tokens stop one token {words} the end of turn",
-                where=str(_parts(facts)[0]),
+                where=str(facts.parts[0].path),
                 expected="the end-of-turn token as the last that carries loss",
             )
 
@@ -182,11 +204,11 @@ def _runs(on: np.ndarray) -> Iterator[tuple[int, int]]:
 )
 def lengths(facts: Facts) -> Iterator[Problem | Note]:
     limit = facts.recipe.engine_for("extract").max_model_len
-    longest = max((b[1] for p in _parts(facts) if (b := _bounds(p, "n_tokens"))), default=0)
+    longest = max((part.longest for part in facts.parts), default=0)
     if longest >= limit:
         yield Problem(
             f"a sample has {longest:,} tokens",
-            where=str(_parts(facts)[0].parent),
+            where=str(facts.parts[0].path.parent),
             expected=f"fewer than max_model_len {limit:,}",
         )
     elif longest > facts.recipe.train.seq_len:
@@ -206,18 +228,12 @@ def lengths(facts: Facts) -> Iterator[Problem | Note]:
     after=("data-format",),
 )
 def truncated(facts: Facts) -> Iterator[Problem | Note]:
-    import pyarrow.compute as pc
-
-    from kimi_eagle.data.samples import TRUNCATED, read_part
-
-    kept, total = 0, 0
-    for part in _parts(facts):
-        reasons = read_part(part, ["finish_reason"]).column("finish_reason")
-        kept, total = kept + pc.sum(pc.equal(reasons, TRUNCATED)).as_py(), total + len(reasons)
+    kept = sum(part.truncated for part in facts.parts)
+    total = sum(part.samples for part in facts.parts)
     if kept and not facts.recipe.prepare.keep_truncated_answers:
         yield Problem(
             f"{kept:,} of {total:,} samples end in a truncated answer",
-            where=str(_parts(facts)[0].parent),
+            where=str(facts.parts[0].path.parent),
             expected="none, for keep_truncated_answers is false",
         )
     counted = sum(r.counts.get("truncated", 0) for r in facts.records("prepare"))

@@ -15,6 +15,7 @@ from kimi_eagle.recipe import Recipe
 
 if TYPE_CHECKING:
     from kimi_eagle.capture.footprint import Weights
+    from kimi_eagle.contracts.data import Part
     from kimi_eagle.data.template import ChatTemplate
     from kimi_eagle.ledger import Record
     from kimi_eagle.rundir import RunDir
@@ -180,6 +181,13 @@ class Facts:
         return parts or None
 
     @cached_property
+    def parts(self) -> list[Part]:
+        """What each of `samples` tells of itself; RunError where one is no tokens part."""
+        from kimi_eagle.contracts.data import look
+
+        return [look(Path(path)) for path in self.samples or ()]
+
+    @cached_property
     def states(self) -> ShardSet | None:
         """The shards that extract has recorded so far; None before the first."""
         from kimi_eagle.shards.store import ShardSet
@@ -197,8 +205,9 @@ class Facts:
         brought = self._brought_mapping
         section = self.recipe.vocab.model_dump(mode="json", exclude={"mapping"})
         for record in self.records("vocab"):
-            parts, own = record.data["parts"], record.info.get("digest")
-            if parts.get("vocab") == section and (brought is None or own == brought.digest):
+            parts = record.data["parts"]
+            asked = parts.get("mapping") == (brought.digest if brought else None)
+            if asked and parts.get("vocab") == section:
                 return vocab.load(record.path("d2t.npy"), record.path("t2d.npy"))
         return brought
 
@@ -226,9 +235,12 @@ class Facts:
             return self._draft
         from kimi_eagle.stages.train import of_recipe
 
-        made = [r for r in self.records("train") if r.data["parts"].get("train")]
+        # One of an earlier recipe or mapping is about to be made again: the gate's matter.
+        asked = of_recipe(self.recipe)
+        mappings = {r.info.get("digest") for r in self.records("vocab")}
+        made = [r.data["parts"] for r in self.records("train")]
+        current = any(p.get("train") == asked and p.get("vocab") in mappings for p in made)
         own = self.run.draft if self.run is not None else None
-        current = any(r.data["parts"]["train"] == of_recipe(self.recipe) for r in made)
         return own if own is not None and own.is_dir() and current else None
 
     @cached_property
