@@ -9,7 +9,7 @@ import pytest
 
 from kimi_eagle import recipe as recipes
 from kimi_eagle.capture import footprint
-from kimi_eagle.contracts import Facts, engine, layers, machine, vllm_source
+from kimi_eagle.contracts import Facts, engine, layers, libraries, machine, vllm_source
 from kimi_eagle.contracts.rule import Note, Problem
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.site import Site
@@ -139,7 +139,10 @@ def test_a_load_is_bytes_over_speed(facts: Facts):
         ("H100-SXM", 79.6),
         ("h20", 95.6),
         ("nvidia_rtx_pro_6000_blackwell_server_edition", 95.6),
-        ("gh200", 140.4),
+        ("nvidia_h100_nvl", 93.6),
+        ("gh200", None),
+        ("nvidia_gh200_480gb", None),
+        ("nvidia_gh200_96gb_hbm3", 96.0),
         ("a100", None),
         ("a100_40gb", 40.0),
         ("3g.40gb", 40.0),
@@ -200,6 +203,13 @@ def test_kimi_divides_by_8_and_not_by_3(facts: Facts):
     assert engine.undivided(facts, 3)
     # 2,048 / 128 ranks = 16 values, half of an INT4 group of 32.
     assert "the experts' 64 groups of 32" in engine.undivided(facts, 128)
+
+
+@pytest.mark.parametrize("torch", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130"])
+def test_builds_of_the_pinned_torch_are_all_it(torch: str):
+    recipe = recipes.load(ROOT / "jobs/smollm2.toml")
+    found = Facts(recipe, versions=Facts(recipe).versions | {"torch": torch})
+    assert [*libraries.agree(found), *libraries.pinned(found)] == []
 
 
 def test_the_installed_vllm_gives_the_last_state_of_what_we_run():

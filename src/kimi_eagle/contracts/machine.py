@@ -14,19 +14,21 @@ from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
 from kimi_eagle.recipe import EngineSection
 
-GPU_GIB = {
+GPU_GIB: dict[str, float | None] = {
     "rtxpro6000": 95.6,
     "rtx6000pro": 95.6,
     "h100": 79.6,
+    "h100nvl": 93.6,
     "h800": 79.6,
     "h200": 140.4,
-    "gh200": 140.4,
+    "gh200": None,
     "h20": 95.6,
     "b200": 178.4,
     "b300": 268.0,
     "l40s": 45.0,
 }
-"""Memory that a driver reports, GiB, by a part of the type's name; A100 is left out (40 or 80)."""
+"""Memory that a driver reports, GiB, by a part of the type's name; None: of several sizes, as is
+the A100, which is left out."""
 
 WEIGHTS = ("verifier-config", "verifier-index-current")
 """Rules without which the weights' headers say nothing."""
@@ -38,8 +40,9 @@ ROOM_GIB = 4.0
 def gpu_gib(gpu_type: str) -> float | None:
     """Memory of a GPU type as Slurm names it (`h200`, `nvidia_a100_80gb_pcie`, a MIG slice's
     `3g.40gb`), GiB; None if not known."""
-    if told := re.search(r"(?<!\d)(\d{2,3})gb", gpu_type.lower()):
-        return float(told[1])
+    told = re.search(r"(?<!\d)(\d{2,3})gb", gpu_type.lower())
+    if told and int(told[1]) <= max(filter(None, GPU_GIB.values())):
+        return float(told[1])  # more is a Grace processor's memory: gh200_480gb
     plain = re.sub(r"[^a-z0-9]", "", gpu_type.lower())
     known = [name for name in GPU_GIB if re.search(rf"{name}(?!\d)", plain)]
     return GPU_GIB[max(known, key=len)] if known else None
