@@ -1,8 +1,8 @@
 """Hidden states for the benchmarks of the store: real ones, and shapes filled by chance.
 
 `smollm2` and `toy_kimi` run the models through transformers on this checkout's own English text;
-the toy is Kimi-K2.5's architecture (latent attention, experts, vision tower) at 39M parameters
-with weights by chance, as the real one does not fit here.
+the toy (src/kimi_eagle/toy) is Kimi-K2.5's architecture with weights by chance, as the real one
+does not fit here.
 """
 
 from __future__ import annotations
@@ -43,29 +43,11 @@ def smollm2(tokens: int, length: int = 512) -> list[np.ndarray]:
 def toy_kimi(tokens: int, length: int = 512) -> list[np.ndarray]:
     """uint16 [length, 4, 256] a sample."""
     import torch
-    from transformers import Kimi_K25Config
-    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditionalGeneration
 
-    text = {
-        "model_type": "deepseek_v3", "vocab_size": 49152, "hidden_size": 256,
-        "intermediate_size": 512, "moe_intermediate_size": 128, "num_hidden_layers": 8,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "n_shared_experts": 1,
-        "n_routed_experts": 8, "routed_scaling_factor": 2.827, "kv_lora_rank": 512,
-        "q_lora_rank": 96, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-        "norm_topk_prob": True, "hidden_act": "silu", "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc", "attention_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-    }  # fmt: skip
-    vision = {
-        "patch_size": 14, "pos_emb_height": 8, "pos_emb_width": 8, "pos_emb_time": 4,
-        "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64,
-        "intermediate_size": 128, "merge_kernel_size": [2, 2],
-    }  # fmt: skip
-    config = Kimi_K25Config(text_config=text, vision_config=vision, projection_hidden_size=64)
-    torch.manual_seed(0)
-    model = Kimi_K25ForConditionalGeneration(config).to(torch.bfloat16).eval()
+    from kimi_eagle import toy
+    from kimi_eagle.toy import reference
+
+    model = reference.load(toy.ensure()).to(torch.bfloat16)
     return list(_states(model, model.model.language_model.norm, TOY, tokens, length))
 
 
