@@ -151,3 +151,52 @@ def test_absolute_ids_are_not_offsets():
         check_d2t(targets, 903, where="x")
     with pytest.raises(RunError, match="ascending"):
         check_d2t(torch.tensor([5, -5, 0, 0]), 1000, where="x")
+
+
+@pytest.mark.slow
+def test_a_mapping_of_a_users_own_script_trains_and_serves(
+    corpus, recipe_for, verifier, tmp_path, eagle
+):
+    """t2d.pt and d2t.pt as a plain script leaves them: imported, trained on, exported, served."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    from kimi_eagle.shards import ShardSet
+    from kimi_eagle.training.export import export
+    from kimi_eagle.training.loop import train
+
+    seen = torch.cat([torch.from_numpy(ids).long() for ids, _, _ in corpus.states.values()])
+    counts = torch.bincount(seen, minlength=verifier.vocab_size)
+    chosen = torch.topk(counts, 512).indices.sort().values
+    t2d = torch.zeros(verifier.vocab_size, dtype=torch.uint8)
+    t2d[chosen] = 1
+    for name, tensor in (("t2d", t2d), ("d2t", chosen), ("counts", counts)):
+        torch.save(tensor, tmp_path / f"{name}.pt")
+    files, folder = [tmp_path / "t2d.pt", tmp_path / "d2t.pt"], tmp_path / "mapping"
+    done = eagle("vocab", "import", *files, "--counts", tmp_path / "counts.pt", "--out", folder)
+    assert done.returncode == 0, done.stderr
+    assert "absolute token ids: turned into offsets" in done.stdout
+    result = train(
+        recipe_for(max_steps=4),
+        verifier,
+        ShardSet(corpus.shards),
+        folder / "d2t.npy",
+        folder / "t2d.npy",
+        tmp_path / "work",
+        should_stop=lambda: False,
+        on_progress=lambda _: None,
+    )
+    out = export(result.checkpoint, tmp_path / "draft", verifier, "float32")
+    offsets = load_file(out / "model.safetensors")["d2t"]
+    assert torch.equal(offsets + torch.arange(512), chosen)
+    assert np.array_equal(torch.load(folder / "d2t.pt", weights_only=True), offsets)
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, str(verifier.path), str(out)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.split("RESULT ", 1)[1].splitlines()[0])
+    assert len(result["tokens"]) == 16 and result["drafts"] > 0
