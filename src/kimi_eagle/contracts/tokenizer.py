@@ -264,7 +264,7 @@ def opens(facts: Facts) -> Iterator[Problem]:
     "get_tokenizer.",
     fix="use the checkpoint's own tokenizer files and settings, unchanged",
     needs=("transformers", "vllm"),
-    stages=USED,
+    stages=("regenerate", "extract", "benchmark"),
     after=("tokenizer-opens",),
 )
 def parity(facts: Facts) -> Iterator[Problem]:

@@ -206,38 +206,27 @@ def weights_whole(facts: Facts) -> Iterator[Problem]:
 )
 def index_current(facts: Facts) -> Iterator[Problem | Note]:
     verifier = facts.verifier
-    names = verifier.weight_map
-    held = {n: f for f, h in verifier.headers.items() for n in h if n != "__metadata__"}
-    if held != names:
-        yield from _differences(verifier, names, held)
-    told = (verifier.settings(INDEX).get("metadata") or {}).get("total_size")
-    size = sum(verifier.data_bytes.values())
-    if isinstance(told, int) and told != size:
-        yield Note(f"the index says {told:,} bytes, its files hold {size:,}")
-    if others := {p.name for p in verifier.path.glob("*.safetensors")} - set(verifier.headers):
-        yield Note(f"{len(others)} safetensors files are not in the index: vLLM leaves them out")
-
-
-def _differences(
-    verifier: Verifier, names: dict[str, str], held: dict[str, str]
-) -> Iterator[Problem]:
-    """One problem for tensors that the files lack, else one for those that the index lacks."""
-    lost = [n for n, file in names.items() if n not in verifier.headers[file]]
+    names, headers = verifier.weight_map, verifier.headers
+    lost = [name for name, file in names.items() if name not in headers[file]]
     if lost:
         more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
         yield Problem(
             f"index names {lost[0]}, the file does not hold it{more}",
             where=str(verifier.path / names[lost[0]]),
         )
-        return
-    # A tensor that lies in two files is held by the one that the index names, and by another.
-    for file, header in verifier.headers.items():
-        if over := [n for n in header if n != "__metadata__" and names.get(n) != file]:
-            yield Problem(
-                f"{file} holds {over[0]}, the index does not name it there",
-                where=str(verifier.path / file),
-            )
-            return
+    elif sum(len(h) - ("__metadata__" in h) for h in headers.values()) > len(names):
+        pairs = ((f, n) for f, h in headers.items() for n in h if n != "__metadata__")
+        file, name = next((f, n) for f, n in pairs if names.get(n) != f)
+        yield Problem(
+            f"{file} holds {name}, the index does not name it there",
+            where=str(verifier.path / file),
+        )
+    told = (verifier.settings(INDEX).get("metadata") or {}).get("total_size")
+    size = sum(verifier.data_bytes.values())
+    if isinstance(told, int) and told != size:
+        yield Note(f"the index says {told:,} bytes, its files hold {size:,}")
+    if others := {p.name for p in verifier.path.glob("*.safetensors")} - set(verifier.headers):
+        yield Note(f"{len(others)} safetensors files are not in the index: vLLM leaves them out")
 
 
 # -- embedding, lm_head and norm -----------------------------------------------------------------
