@@ -13,7 +13,7 @@ from kimi_eagle.toy import reference
 SCRIPT = Path(__file__).with_name("tp_run.py")
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_two_ranks(toy_dir: Path, own_text, tmp_path: Path, child, capsys) -> None:
     from safetensors.torch import load_file
