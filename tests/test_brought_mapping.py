@@ -127,6 +127,16 @@ def test_of_a_draft_to_start_from_its_own_is_taken(prepared, tmp_path):
     assert type(ctx.recipe).model_validate(ctx.recipe.model_dump()) == ctx.recipe
     record = work(ctx, "vocab")
     assert record.info["digest"] == RARE.digest
+    # The draft is in the key of training by its content, not by its place.
+    hidden_run.extract(ctx)
+    (unit,) = module("train").plan(ctx)
+    assert "from" not in unit.parts["train"] and unit.parts["vocab"] == RARE.digest
+    draft.rename(tmp_path / "moved")
+    moved = prepared(("[train]", f'[train]\nfrom = "{tmp_path / "moved"}"'))
+    assert module("train").plan(moved)[0].key == unit.key
+    weights = {"d2t": RARE.d2t, "norm.weight": np.ones(3, np.float32)}
+    save_file(weights, tmp_path / "moved" / "model.safetensors")
+    assert module("train").plan(moved)[0].key != unit.key
 
 
 # -- the chain of a user's own scripts -------------------------------------------------------------

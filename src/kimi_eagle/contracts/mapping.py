@@ -29,8 +29,8 @@ IMPORT = (
 @rule(
     "mapping-size",
     what="The draft's vocabulary is not larger than the verifier's, and its forced tokens fit.",
-    why="speculators 0.9.0 (train/vocab_mapping.py) fills up with ids that do not exist and fails "
-    "in model.load_vocab_mappings, after the whole extraction.",
+    why="Known only when the vocab stage counts, after regenerate and prepare. speculators 0.9.0 "
+    "(train/vocab_mapping.py) fills up with ids that do not exist: an IndexError of t2d.",
     how="vocab.draft_vocab_size and vocab.force_tokens against vocab_size of config.json. All of "
     "the verifier's vocabulary is allowed: no mapping is needed then.",
     fix="set [vocab] draft_vocab_size (32,000 of 163,840 for Kimi-K2.5)",
