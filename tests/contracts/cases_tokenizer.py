@@ -101,6 +101,15 @@ def added_elsewhere(place: Place) -> None:
     settings(place, added_tokens_decoder={str(VOCAB - 1): token})
 
 
+def no_processor(place: Place) -> None:
+    (place.model / "preprocessor_config.json").unlink()
+
+
+def half_a_processor(place: Place) -> None:
+    media = {"merge_kernel_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    change_json(place, "preprocessor_config.json", media_proc_cfg=media)
+
+
 CASES = [
     Case("tokenizer-present", missing, "model directory without tokenizer"),
     Case("tokenizer-present", pointer, "vocabulary is a git-LFS pointer"),
@@ -111,6 +120,8 @@ CASES = [
         good=lambda p: own_code(p, trusted=True),
     ),
     Case("tokenizer-code-present", code_left_behind, "tool_declaration_ts.py", good=code_complete),
+    Case("tokenizer-image-processor", no_processor, "media_proc_cfg.merge_kernel_size"),
+    Case("tokenizer-image-processor", half_a_processor, "no media_proc_cfg.temporal_merge"),
     Case("tokenizer-ids-in-range", too_many, "'<|new|>' has id 384"),
     Case("tokenizer-ids-in-range", ranks_too_many, "has id 384"),
     Case("tokenizer-eos", no_eos, "no eos_token_id"),

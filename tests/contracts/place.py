@@ -171,6 +171,9 @@ def build(path: Path) -> Path:
     (model / "config.json").write_text(json.dumps(config(), indent=1))
     generation = {"eos_token_id": TURN, "bos_token_id": BOS, "do_sample": True}
     (model / "generation_config.json").write_text(json.dumps(generation))
+    media = {"patch_size": 14, "merge_kernel_size": 2, "temporal_merge_kernel_size": 4}
+    media |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (model / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": media}))
     _tokenizer(model)
     generator = torch.Generator().manual_seed(0)
     shapes, total, where = _shapes(), 0, {}

@@ -20,6 +20,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FILES = 64
+COPIED = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "tokenizer_config.json",
+)
 BYTES = {"BF16": 2, "F32": 4, "I32": 4}
 GROUP, PACK = 32, 8
 """Weights a scale, and 4-bit weights an int32 (compressed-tensors' pack-quantized)."""
@@ -136,7 +142,7 @@ def _tower(vision: dict) -> Iterator[Tensor]:
 def build(path: Path) -> Path:
     """Write the directory (a second or two, 52 MB real); returns `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+    for name in COPIED:
         shutil.copy(HERE / name, path / name)
     # Stand-ins of three files that are Moonshot's: read by nothing that reads the weights.
     (path / "tiktoken.model").write_bytes(b"IQ== 0\n")

@@ -14,6 +14,7 @@ from kimi_eagle.verifier import VOCABULARY_FILES, Verifier
 SETTINGS = "tokenizer_config.json"
 USED = ("regenerate", "prepare", "benchmark")
 """Stages that open the tokenizer; vocab takes its special tokens."""
+PROCESSOR = ("merge_kernel_size", "temporal_merge_kernel_size", "image_mean", "image_std")
 TEXTS = (
     "The quick brown fox; it's 3.14159 and 1234567 don'ts!",
     "def f(x):\n    return {'a': [x, None]}  # \t tabs\r\n\r\n",
@@ -131,6 +132,31 @@ def code_text(verifier: Verifier) -> str:
     code = own_class(verifier) if verifier.trust_remote_code else ""
     file = verifier.path / f"{code.partition('.')[0]}.py"
     return file.read_text(encoding="utf-8", errors="replace") if code and file.is_file() else ""
+
+
+@rule(
+    "tokenizer-image-processor",
+    what="Kimi's image processor has its settings, though no image is sent.",
+    why="vLLM 0.31.0 builds the processor of a model with a vision part whenever it starts "
+    "(models/kimi_k25.py, KimiK25ProcessingInfo) and takes media_proc_cfg apart: a directory of "
+    "weights and tokenizer alone ends in KeyError 'merge_kernel_size', after the GPUs are held.",
+    how="preprocessor_config.json with the four keys that KimiK25FusedVisionProcessor reads at "
+    "once; concerns the model type kimi_k25.",
+    fix="copy preprocessor_config.json from the published checkpoint",
+    stages=("regenerate", "extract", "benchmark"),
+    after=("verifier-config",),
+)
+def image_processor(facts: Facts) -> Iterator[Problem]:
+    verifier = facts.verifier
+    if verifier.config.get("model_type") != "kimi_k25":
+        raise NotConcerned("not of the type kimi_k25")
+    told = verifier.settings("preprocessor_config.json").get("media_proc_cfg") or {}
+    if missing := [key for key in PROCESSOR if key not in told]:
+        yield Problem(
+            f"preprocessor_config.json has no media_proc_cfg.{missing[0]}",
+            where=str(verifier.path),
+            expected=f"media_proc_cfg with {', '.join(PROCESSOR)}",
+        )
 
 
 # -- ids -----------------------------------------------------------------------------------------
