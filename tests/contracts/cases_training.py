@@ -6,7 +6,17 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from drafts import D2T, TOKENS, D, Draft, set_config, set_layer, starting
+from drafts import (
+    D2T,
+    TOKENS,
+    D,
+    Draft,
+    latent,
+    other_format,
+    set_config,
+    set_layer,
+    starting,
+)
 from drafts import mapping as mapping_of
 from place import VOCAB, Case, Place
 
@@ -85,20 +95,6 @@ def shaped(**values: Any) -> Callable[[Place], None]:
         place.recipe["train"]["draft"].update(values)
 
     return apply
-
-
-def latent(draft: Draft) -> None:
-    """As vLLM serves a draft with the verifier's own kind of attention."""
-    layer = draft.config.pop("transformer_layer_config")
-    del draft.config["speculators_model_type"]
-    draft.config |= layer | {"model_type": "deepseek_v3", "kv_lora_rank": 32}
-    draft.config["architectures"] = ["Eagle3DeepseekV2ForCausalLM"]
-
-
-def other_format(draft: Draft) -> None:
-    layer = draft.config.pop("transformer_layer_config")
-    del draft.config["speculators_model_type"]
-    draft.config |= layer | {"architectures": ["LlamaForCausalLMEagle3"]}
 
 
 def without_d2t(draft: Draft) -> None:

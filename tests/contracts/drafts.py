@@ -187,3 +187,18 @@ def rename(old: str, new: str | None) -> Callable[[Draft], None]:
             draft.tensors[new] = found
 
     return change
+
+
+def latent(draft: Draft) -> None:
+    """As vLLM serves a draft with the verifier's own kind of attention."""
+    layer = draft.config.pop("transformer_layer_config")
+    del draft.config["speculators_model_type"]
+    draft.config |= layer | {"model_type": "deepseek_v3", "kv_lora_rank": 32}
+    draft.config["architectures"] = ["Eagle3DeepseekV2ForCausalLM"]
+
+
+def other_format(draft: Draft) -> None:
+    """EAGLE-3 as its first authors write it: one flat config."""
+    layer = draft.config.pop("transformer_layer_config")
+    del draft.config["speculators_model_type"]
+    draft.config |= layer | {"architectures": ["LlamaForCausalLMEagle3"]}
