@@ -139,6 +139,41 @@ def test_of_a_draft_to_start_from_its_own_is_taken(prepared, tmp_path):
     assert module("train").plan(moved)[0].key != unit.key
 
 
+@pytest.mark.slow
+def test_train_goes_on_from_the_draft_of_another_run(prepared, tmp_path):
+    """Two runs of the real stage, two steps each, on drawn states: the second starts from the
+    first one's draft, keeps its mapping, and its own draft breaks no rule."""
+    # One token beyond the first 1,024, which are else all that these few answers hold.
+    short = ("max_steps = 20", "max_steps = 2"), ("[vocab]", "[vocab]\nforce_tokens = [40000]")
+    first = prepared(*short)
+    work(first, "vocab")
+    hidden_run.extract(first)
+    made = work(first, "train")
+    module("train").publish(first)
+    draft = tmp_path / "draft"
+    first.run.draft.rename(draft)  # the two runs share a folder here
+    again = prepared(*short, ("[train]", f'[train]\nfrom = "{draft}"'))
+    facts = contracts.Facts(again.recipe, run=again.run, heavy=True)
+    contracts.open_stage(facts, "vocab")
+    mapping = work(again, "vocab")
+    contracts.open_stage(contracts.Facts(again.recipe, run=again.run, heavy=True), "train")
+    record = work(again, "train")
+    module("train").publish(again)
+    assert record.key != made.key and record.data["parts"]["from"]
+    facts = contracts.Facts(again.recipe, run=again.run)
+    assert facts.draft == again.run.draft
+    said = contracts.judge(facts, contracts.rules().values())
+    own = [v for v in said if v.rule.boundary in ("draft", "draft_weights", "mapping", "training")]
+    assert [(v.rule.id, v.problems) for v in own if v.state == "problem"] == []
+    assert {v.rule.id for v in own if v.state == "ok"} >= {
+        "draft-mapping-current",
+        "draft-tensors",
+        "training-from-mapping",
+        "mapping-own-counts",
+    }
+    assert facts.draft_files.mapping(V).digest == mapping.info["digest"]
+
+
 # -- the chain of a user's own scripts -------------------------------------------------------------
 
 

@@ -98,8 +98,11 @@ def vocab_import(
     from kimi_eagle.errors import UsageError
 
     mapping, told = imports.take(imports.read_array(Path(t2d)), imports.read_array(Path(d2t)))
-    refuse_broken(mapping, d2t)
     size, whole = len(mapping.d2t), len(mapping.t2d)
+    counted = room.as_counts(room.load_counts(Path(counts)), whole) if counts else None
+    if counted is not None:
+        mapping = imports.with_counts(mapping, counted)
+    refuse_broken(mapping, d2t)
     if verifier_path:
         from kimi_eagle.verifier import open_verifier
 
@@ -107,9 +110,7 @@ def vocab_import(
             raise UsageError(
                 f"t2d is for a vocabulary of {whole}", where=t2d, expected=f"{own}, the verifier's"
             )
-    if counts:
-        counted = room.as_counts(room.load_counts(Path(counts)), whole)
-        mapping = imports.with_counts(mapping, counted)
+    if counted is not None:
         told.append(imports.beside_counts(mapping, counted))
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)

@@ -110,6 +110,12 @@ CASES = [
     Case("mapping-agrees", having(mapping(D2T, np.roll(T2D, 1))), "where d2t names 3", GOOD),
     Case("mapping-agrees", having(mapping(D2T, T2D | (np.arange(VOCAB) == 0))), "129", GOOD),
     Case("mapping-plain-slice", having(SLICE), "the first 128 ids", GOOD),
+    Case(
+        "mapping-plain-slice",
+        having(replace(SLICE, coverage=0.99)),
+        "the first 128 ids",
+        having(replace(SLICE, coverage=1.0)),
+    ),
     Case("mapping-fits", having(mapping(), draft_vocab_size=127), "d2t has 128 tokens", GOOD),
     Case("mapping-fits", having(mapping(D2T, None, 400)), "vocabulary of 400", GOOD),
     Case(

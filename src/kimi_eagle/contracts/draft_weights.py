@@ -147,13 +147,14 @@ def d2t_offsets(facts: Facts) -> Iterator[Problem]:
     what="d2t is a choice of tokens, not the first D ids.",
     why="Zeros are what a model has whose mappings were never loaded; vLLM proposes bytes and "
     "fragments, and acceptance is near 1.0.",
-    how="d2t holds something else than zeros.",
+    how="d2t holds something else than zeros, unless the run's counts hold no others.",
     fix="train with a mapping made from counts",
-    after=(*D2T, "draft-d2t-offsets"),
+    after=(*D2T, "draft-d2t-offsets", "mapping-readable"),
 )
 def d2t_plain_slice(facts: Facts) -> Iterator[Problem]:
     draft, d2t = _d2t(facts)
-    if not d2t.any():
+    run = facts.mapping
+    if not d2t.any() and (run is None or run.d2t.any() or len(run.d2t) != len(d2t)):
         yield Problem(
             f"d2t is all zeros: the first {len(d2t):,} ids",
             where=str(draft.path),

@@ -149,15 +149,20 @@ def agrees(facts: Facts) -> Iterator[Problem]:
     why="Zeros (a buffer that was never filled, as speculators' Eagle3DraftModel has it until "
     "load_vocab_mappings) read as the first D tokens. It loads everywhere; low ids are bytes and "
     "fragments, so that the draft cannot name most words.",
-    how="d2t holds something else than zeros, unless the draft has the whole vocabulary.",
+    how="d2t holds something else than zeros, unless the draft has the whole vocabulary, or the "
+    "first D ids are all that the counts hold (a few samples of plain text).",
     fix="build the mapping from counts: kimi-eagle vocab build, or leave [vocab] mapping out",
     after=("mapping-offsets",),
 )
-def plain_slice(facts: Facts) -> Iterator[Problem]:
+def plain_slice(facts: Facts) -> Iterator[Problem | Note]:
     mapping = facts.mapping
     if len(mapping.d2t) == len(mapping.t2d):
         raise NotConcerned("the draft has the whole vocabulary")
-    if not mapping.d2t.any():
+    if mapping.d2t.any():
+        return
+    if mapping.coverage == 1.0:
+        yield Note("d2t is all zeros, and the first ids are all that occur in the counts")
+    else:
         yield Problem(
             f"d2t is all zeros: the first {len(mapping.d2t):,} ids of the vocabulary",
             where="d2t",
@@ -180,7 +185,7 @@ def refuse_broken(mapping: VocabMapping, where: object) -> None:
             found = list(check(SimpleNamespace(mapping=mapping)))
         except NotConcerned:
             continue
-        if found:
+        if found and isinstance(found[0], Problem):
             raise RunError(
                 f"{name}: {found[0].what}",
                 where=where,
