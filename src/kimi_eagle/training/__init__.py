@@ -1,6 +1,9 @@
 """Training of the draft model: speculators' Eagle3 classes and Trainer over our shards.
 
-draft_config.py  shape of the draft, as an Eagle3SpeculatorConfig
+shape.py         shape of the draft as plain values, without transformers
+draft_config.py  the same as an Eagle3SpeculatorConfig
+draftfiles.py    a draft directory as it lies, without torch
+start.py         a draft trained earlier as the start
 dataset.py       samples straight from the shards: dataset, batch sampler and loader
 tensors.py       arrays of the shards as tensors, without a copy
 damage.py        samples that are not what was written: named and skipped, or the end
@@ -14,9 +17,9 @@ nodes.py         torchrun over several nodes of a job
 loop.py          `train`: the run, put together
 export.py        `export`: a checkpoint as the directory that vLLM loads
 
-Everything here imports torch and speculators at the top: import these modules inside functions
-of the stages only. This file imports nothing heavy; it sets the one thing that must be in the
-environment before torch is loaded.
+Everything but shape.py and draftfiles.py imports torch and speculators at the top: import these
+modules inside functions of the stages only. This file imports nothing heavy; it sets the one thing
+that must be in the environment before torch is loaded.
 """
 
 import os

@@ -22,6 +22,7 @@ from speculators.utils.loading import load_model_layers
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
+from kimi_eagle.vocab import offset_fault
 
 _EMBEDDING = "embed_tokens.weight"
 
@@ -51,7 +52,7 @@ def export(
             tensors[name] = tensor.to(kind).contiguous()
     vocab_size = config["transformer_layer_config"]["vocab_size"]
     if "d2t" in tensors:
-        check_d2t(tensors["d2t"], vocab_size, where=checkpoint)
+        check_d2t(tensors["d2t"], vocab_size, where=checkpoint, t2d=tensors.get("t2d"))
     elif config["draft_vocab_size"] != vocab_size:
         raise RunError("no d2t in the weights", where=checkpoint)
 
@@ -79,16 +80,16 @@ def export(
     return out
 
 
-def check_d2t(d2t: torch.Tensor, vocab_size: int, *, where: object) -> None:
+def check_d2t(
+    d2t: torch.Tensor, vocab_size: int, *, where: object, t2d: torch.Tensor | None = None
+) -> None:
     """Refuse a mapping that is not offsets (target = i + d2t[i]) to ascending tokens.
 
     vLLM adds arange to d2t itself: absolute ids would be silently wrong.
     """
-    targets = torch.arange(len(d2t)) + d2t
-    ascending = bool((targets[1:] > targets[:-1]).all())
-    if not ascending or int(targets[0]) < 0 or int(targets[-1]) >= vocab_size:
+    if fault := offset_fault(d2t.numpy(), vocab_size, None if t2d is None else t2d.numpy()):
         raise RunError(
-            "d2t does not map to ascending tokens of the verifier",
+            f"d2t does not map to ascending tokens of the verifier: {fault}",
             where=where,
             expected=f"offsets, i + d2t[i] in [0, {vocab_size})",
         )
