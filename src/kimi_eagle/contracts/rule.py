@@ -86,8 +86,8 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-"""Every rule by id, in the order of the files and within a file from top to bottom; filled by
-`contracts.rules()`."""
+"""Every rule by id, in the order in which the files were imported: `contracts.rules()` has all, in
+their own order."""
 
 
 def rule(
