@@ -115,7 +115,7 @@ def test_eight_ranks_can_cut_it() -> None:
     recipe = load(ROOT / "jobs/kimi-k2.5-toy.toml")
     draft = recipe.train.draft
     assert draft.num_attention_heads % 8 == draft.num_key_value_heads % 8 == 0
-    assert draft.intermediate_size % 64 == recipe.vocab.draft_vocab_size % (8 * 32) == 0
+    assert draft.intermediate_size % 64 == recipe.vocab.draft_vocab_size % (8 * 16) == 0
     assert draft.head_dim == 128
 
 

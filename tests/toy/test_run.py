@@ -31,20 +31,19 @@ def test_all_stages_in_minutes(toy_run, capsys) -> None:
     assert sum(r["counts"].get("rejected", 0) for r in records(run, "extract")) == 0
 
 
-def test_the_text_has_something_to_learn(toy_run, own_text, toy_dir) -> None:
+def test_the_text_has_something_to_learn(toy_run) -> None:
     """Answers of words, that end, that differ, and are no loop."""
     from kimi_eagle.data.answers import read_answers
 
     files = sorted((toy_run[0] / "regenerate/files").glob("*.parquet"))
     answers = [t["answer_ids"] for p in files for a in read_answers(p) for t in a["turns"]]
-    lengths = [len(a) for a in answers]
-    assert len(answers) >= 150 and len({tuple(a) for a in answers}) >= 0.9 * len(answers)
-    ended = sum(a[-1] == 2 for a in answers) / len(answers)
-    assert 0.2 <= ended <= 0.9, ended
+    assert len(answers) == 128 and len({tuple(a) for a in answers}) >= 0.6 * len(answers)
+    assert len({token for a in answers for token in a}) >= 500
+    assert 0.2 <= sum(a[-1] == 2 for a in answers) / len(answers) < 1
+    assert sum(map(len, answers)) / len(answers) > 20
     long = [a for a in answers if len(a) >= 40]
-    assert len(long) >= 40 and sum(lengths) / len(lengths) > 20
-    looping = sum(len(set(a)) < len(a) / 2 for a in long) / len(long)
-    assert looping < 0.2, looping
+    looping = sum(len(set(a)) < len(a) / 2 for a in long)
+    assert len(long) >= 30 and looping < 0.2 * len(long), looping
 
 
 def test_the_probe_agrees(toy_run) -> None:
@@ -100,7 +99,7 @@ def test_the_draft_is_of_the_kimi_recipes_shape(toy_run) -> None:
     from vllm.transformers_utils.config import get_config
 
     found = get_config(str(toy_run[0] / "draft"), trust_remote_code=False)
-    assert found.draft_vocab_size == 768
+    assert found.draft_vocab_size == 640
     assert (found.num_attention_heads, found.head_dim, found.num_hidden_layers) == (8, 128, 1)
     rope = found.rope_parameters
     assert (rope["rope_type"], rope["rope_theta"], rope["factor"]) == ("yarn", 50000.0, 8.0)

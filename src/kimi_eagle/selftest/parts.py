@@ -113,10 +113,10 @@ def _small(test: Test, figures: dict[str, Any]) -> Iterator[Check]:
     from kimi_eagle import demo_model
 
     recipe = packed("smollm2")
-    few = recipe.sources[0].model_copy(update={"limit": 128})
+    few = recipe.sources[0].model_copy(update={"limit": 96})
     shorter = {
         "sources": (few,),
-        "regenerate": recipe.regenerate.model_copy(update={"max_tokens": 128}),
+        "regenerate": recipe.regenerate.model_copy(update={"max_tokens": 96}),
         "benchmark": recipe.benchmark.model_copy(update={"limit": 8, "max_tokens": 64}),
     }
     recipe = _here(test, recipe.model_copy(update=shorter), demo_model.default_path())
