@@ -11,14 +11,19 @@ import pytest
 from kimi_eagle.toy import reference
 
 SCRIPT = Path(__file__).with_name("tp_run.py")
+PROMPTS = Path(__file__).resolve().parents[2] / "jobs/data/prompts.jsonl"
 
 
 @pytest.mark.campaign
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_two_ranks(toy_dir: Path, own_text, tmp_path: Path, child, capsys) -> None:
+def test_two_ranks(toy_dir: Path, tmp_path: Path, child, capsys) -> None:
     from safetensors.torch import load_file
 
-    batch = own_text[:8]
+    from kimi_eagle.verifier import open_verifier
+
+    tokenizer = open_verifier(toy_dir).tokenizer()
+    lines = PROMPTS.read_text().splitlines()[:8]
+    batch = [tokenizer(json.loads(line)["prompt"] * 3)["input_ids"] for line in lines]
     (tmp_path / "batch.json").write_text(json.dumps(batch))
     for tp in (1, 2):
         child(SCRIPT, toy_dir, tmp_path / "batch.json", tp, tmp_path)
