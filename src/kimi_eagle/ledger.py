@@ -156,6 +156,19 @@ class Ledger:
                 found.append(Record(self.dir, data))
         return sorted(found, key=lambda r: r.data.get("ended", 0), reverse=True)
 
+    def newest(self) -> list[Record]:
+        """The newest record of every unit, whatever its key, in the order of their names."""
+        found: dict[str, Record] = {}
+        for name in self.recorded_names():
+            data = files.read_json(self.dir.records / f"{name}.json")
+            if why_none(data, name) is not None:
+                continue
+            record = Record(self.dir, data)
+            other = found.get(record.unit)
+            if other is None or other.data.get("ended", 0) < data.get("ended", 0):
+                found[record.unit] = record
+        return [found[name] for name in sorted(found)]
+
     def create_record(self, unit: Unit, data: dict[str, Any]) -> bool:
         """First record wins; False when the unit had one already.
 

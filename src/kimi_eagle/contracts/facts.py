@@ -57,6 +57,7 @@ class Facts:
     ):
         self.recipe, self.site, self.run, self.heavy = recipe, site, run, heavy
         self._draft = draft
+        self._records: dict[str, list[Record]] = {}
         self.__dict__.update(given)
 
     def lacks(self, need: str) -> bool:
@@ -262,11 +263,13 @@ class Facts:
 
     def records(self, stage: str) -> list[Record]:
         """The newest done record of each unit of a stage, whatever its key; [] without a run."""
+        if stage not in self._records:
+            self._records[stage] = self._newest_done(stage)
+        return self._records[stage]
+
+    def _newest_done(self, stage: str) -> list[Record]:
         if self.run is None or not self.run.stage(stage).records.is_dir():
             return []
         from kimi_eagle.ledger import Ledger
 
-        ledger = Ledger(self.run.stage(stage))
-        names = {name.rpartition(".")[0] for name in ledger.recorded_names()}
-        newest = [found[0] for name in sorted(names) if (found := ledger.records_of(name))]
-        return [r for r in newest if r.state == "done"]
+        return [r for r in Ledger(self.run.stage(stage)).newest() if r.state == "done"]

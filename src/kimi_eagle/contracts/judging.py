@@ -17,6 +17,11 @@ from kimi_eagle.errors import KimiEagleError, RunError, UsageError
 
 OK, PROBLEM, LATER, ACCEPTED, NONE = "ok", "problem", "later", "accepted", "not concerned"
 
+ODD = (
+    "look at the files that this rule reads (RULES.md); where they are right this is a fault of"
+    " kimi-eagle, and the rule can be accepted"
+)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -87,7 +92,8 @@ def _verdict(rule: Rule, facts: Facts, before: dict[str, Verdict]) -> Verdict:
     for name in rule.after:
         if name not in before:
             continue
-        broken = name if before[name].state in (PROBLEM, ACCEPTED) else before[name].stands_on
+        # What stands on an accepted problem is judged all the same: only that one was accepted.
+        broken = name if before[name].state == PROBLEM else before[name].stands_on
         if broken:
             return Verdict(rule, LATER, text=f"stands on {broken}", stands_on=broken)
     try:
@@ -100,6 +106,12 @@ def _verdict(rule: Rule, facts: Facts, before: dict[str, Verdict]) -> Verdict:
         return Verdict(rule, NONE, text=str(e))
     except KimiEagleError as e:
         return Verdict(rule, PROBLEM, (Problem(e.what, e.where, e.expected, e.fix),))
+    except OSError as e:
+        problem = Problem(f"cannot be read: {e.strerror or e}", str(e.filename or ""))
+        return Verdict(rule, PROBLEM, (problem,))
+    except Exception as e:  # a file of a form that nobody thought of must not hide the other rules
+        problem = Problem(f"cannot be judged: {type(e).__name__}: {e}", fix=ODD)
+        return Verdict(rule, PROBLEM, (problem,))
     problems = tuple(s for s in said if isinstance(s, Problem))
     notes = "; ".join(s.text for s in said if isinstance(s, Note))
     return Verdict(rule, PROBLEM if problems else OK, problems, notes)
