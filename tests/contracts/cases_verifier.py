@@ -41,6 +41,11 @@ def rewrite(place: Place, name: str, change: Callable[[Any], dict[str, Any]]) ->
     file.write_text(json.dumps(index))
 
 
+def beside(place: Place, name: str, like: str = "language_model.model.norm.weight") -> None:
+    """A tensor more, of the values of another."""
+    rewrite(place, like, lambda t: {like: t, name: t.clone()})
+
+
 def elsewhere(place: Place) -> None:
     place.recipe["verifier"]["path"] = "moonshotai/Kimi-K2.5"
 

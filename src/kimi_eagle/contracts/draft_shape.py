@@ -335,6 +335,7 @@ def tokens(facts: Facts) -> Iterator[Problem]:
     "and its `fc.weight` does not fit when it is loaded.",
     how="extract.layers without the last one.",
     fix="name four ids in [extract] layers: three for the draft and the number of layers",
+    after=("layers-last",),
 )
 def aux_layers(facts: Facts) -> Iterator[Problem]:
     count = len(facts.recipe.extract.layers) - 1

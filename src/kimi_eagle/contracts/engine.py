@@ -264,6 +264,7 @@ def yarn(facts: Facts) -> Iterator[Problem]:
     fix="extract those shards again with kimi-eagle",
     needs=("states",),
     stages=("train",),
+    after=("layers-states-whole",),
 )
 def prefix_caching(facts: Facts) -> Iterator[Problem]:
     shards = facts.states.shards

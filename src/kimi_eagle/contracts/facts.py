@@ -74,10 +74,10 @@ class Facts:
                 return self.site is None
             case "run":
                 return self.run is None or not self.run.spec.is_file()
-            case "sources":
-                return not all(Path(s.path).exists() for s in self.recipe.sources)
             case "draft":
                 return self.draft is None
+            case "states":
+                return not any("safetensors" in r.kinds for r in self.records("extract"))
         return getattr(self, need) is None
 
     # -- from the recipe's files -----------------------------------------------------------------
@@ -189,13 +189,30 @@ class Facts:
         return [look(Path(path)) for path in self.samples or ()]
 
     @cached_property
-    def states(self) -> ShardSet | None:
-        """The shards that extract has recorded so far; None before the first."""
+    def extracted(self) -> list[Record]:
+        """Records of the states that extract has made so far; NotConcerned where their files were
+        deleted on purpose (`clean --hidden`)."""
+        from kimi_eagle.contracts.rule import NotConcerned
+
+        records = [r for r in self.records("extract") if "safetensors" in r.kinds]
+        kept = [r for r in records if r.attempt_name not in self.freed]
+        if records and not kept:
+            raise NotConcerned("the states were freed")
+        return kept
+
+    @cached_property
+    def freed(self) -> set[str]:
+        """`UNIT.KEY.aN` of the states that were deleted on purpose."""
+        from kimi_eagle.ledger import Ledger
+
+        return Ledger(self.run.stage("extract")).freed() if self.run is not None else set()
+
+    @cached_property
+    def states(self) -> ShardSet:
+        """The shards of `extracted`; RunError where one does not open."""
         from kimi_eagle.shards.store import ShardSet
 
-        kinds = [record.kinds for record in self.records("extract")]
-        paths = [k["safetensors"] for k in kinds if "safetensors" in k]
-        return ShardSet(paths) if paths else None
+        return ShardSet([record.kinds["safetensors"] for record in self.extracted])
 
     @cached_property
     def mapping(self) -> VocabMapping | None:

@@ -13,6 +13,10 @@ from collections.abc import Iterable, Iterator
 
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
+from kimi_eagle.record import RIGHTS, of_the_machine
+
+FED = 3
+"""Layers that feed a draft (draft-shape-aux-layers)."""
 
 
 def sglang_ids(layers: Iterable[int]) -> list[int]:
@@ -72,11 +76,13 @@ def last(facts: Facts) -> Iterator[Problem]:
     layers, count = facts.recipe.extract.layers, facts.verifier.num_layers
     if layers[-1] == count:
         return
-    fix = f"write {[*layers[:-1], count]}"
-    if layers[-1] == count - 1:
+    # Of three ids the last one was left out, of four it is another.
+    others = layers if len(layers) <= FED else layers[:-1]
+    fix = f"write {[*others, count]}"
+    if layers[-1] == count - 1 and len(layers) > FED:
         fix = (
             f"write {from_sglang(layers)} if these ids name the layer that a state leaves, as in "
-            f"SGLang and speculators 0.3.0; else {[*layers[:-1], count]}"
+            f"SGLang and speculators 0.3.0; else {[*others, count]}"
         )
     yield Problem(
         f"extract.layers ends with {layers[-1]}",
@@ -109,21 +115,45 @@ def not_the_embedding(facts: Facts) -> Iterator[Problem]:
 
 
 @rule(
+    "layers-states-whole",
+    what="The extracted states are there, as large as they were recorded, and open.",
+    why="A shard that a full disk cut, or that was moved away, stops training when it is read, "
+    "hours after the start where it is the last one.",
+    how="Sizes of all files of the records, and the index of each shard. Every byte: `kimi-eagle "
+    "verify RUN --deep`. States that `kimi-eagle clean --hidden` freed concern nobody.",
+    fix="kimi-eagle retry RUN, then run it again: such units alone are made anew",
+    needs=("states",),
+    stages=("train",),
+)
+def states_whole(facts: Facts) -> Iterator[Problem]:
+    faults = [fault for r in facts.extracted if (fault := r.files_whole())]
+    # What this machine alone cannot read comes last: nothing is made again for it.
+    for fault in sorted(faults, key=of_the_machine)[:1]:
+        where, _, what = fault.partition(": ")
+        more = f" (of {len(facts.extracted)} units {len(faults)})" if faults[1:] else ""
+        yield Problem(
+            f"states: {what}{more}", where=where, fix=RIGHTS if of_the_machine(fault) else ""
+        )
+    if not faults:
+        facts.states  # noqa: B018  it raises
+
+
+@rule(
     "layers-states",
     what="Shards hold the states that their records name: as many, in that order.",
     why="All states but the last feed `fc` side by side, by position (speculators 0.9.0, "
     "models/eagle3/core.py): two of them exchanged have the same shape and train to a worse loss, "
     "and at serving time vLLM feeds them in ascending order.",
     how="Layers in the metadata of each shard against the key of its record.",
-    fix="kimi-eagle retry RUN sets such units aside, then run it again",
+    fix="kimi-eagle verify RUN marks such units, then kimi-eagle retry RUN and run it again",
     needs=("states",),
     stages=("train",),
+    after=("layers-states-whole",),
 )
 def states(facts: Facts) -> Iterator[Problem]:
     told = {
         record.kinds["safetensors"]: record.data["parts"].get("layers")
-        for record in facts.records("extract")
-        if "safetensors" in record.kinds
+        for record in facts.extracted
     }
     for shard in facts.states.shards:
         wanted = told.get(shard.path) or list(facts.recipe.extract.layers)
@@ -146,10 +176,11 @@ def states(facts: Facts) -> Iterator[Problem]:
     fix="kimi-eagle retry RUN, with extract.layers ending with the number of layers",
     needs=("states",),
     stages=("train",),
+    after=("layers-states-whole",),
 )
 def before_the_norm(facts: Facts) -> Iterator[Problem | Note]:
     least, bare = facts.recipe.extract.probe_min_agreement, 0
-    for record in facts.records("extract"):
+    for record in facts.extracted:
         probe = record.info.get("probe")
         if probe is None:
             bare += 1

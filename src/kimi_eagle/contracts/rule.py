@@ -24,7 +24,6 @@ NEEDS = {
     "installed": "the libraries of the pipeline",
     "gpu": "a GPU",
     "site": "a site file",
-    "sources": "the source files",
     "run": "a run that was begun",
     "samples": "prepared samples",
     "states": "extracted states",
