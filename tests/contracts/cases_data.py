@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,65 @@ def other_shift(place: Place) -> None:
     place.given["look_up"] = look_up
 
 
+def source(place: Place, name: str, content: bytes = b"", **section: Any) -> None:
+    """The recipe's one source is this file."""
+    (place.path / name).write_bytes(content)
+    place.recipe["sources"] = [{"path": name, **section}]
+
+
+def no_prompts(place: Place) -> None:
+    """Sources and held-out prompts are one file here."""
+    (place.path / "prompts.jsonl").unlink()
+
+
+def no_held_out(place: Place) -> None:
+    place.recipe["benchmark"]["prompts"] = "held_out.jsonl"
+
+
+def empty_folder(place: Place) -> None:
+    (place.path / "rows").mkdir()
+    place.recipe["sources"] = [{"path": "rows"}]
+
+
+def empty_part(place: Place) -> None:
+    empty_folder(place)
+    (place.path / "rows/1.jsonl").write_text('{"prompt": "x"}')
+    (place.path / "rows/2.jsonl").write_text("")
+
+
+def source_pointer(place: Place) -> None:
+    source(place, "rows.parquet", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def parquet(place: Place, columns: list[str], format: str = "tokens") -> Path:
+    """The recipe's one source is a Parquet file with such columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source(place, "rows.parquet", format=format)
+    pq.write_table(pa.table({name: [[1, 2]] for name in columns}), place.path / "rows.parquet")
+    return place.path / "rows.parquet"
+
+
+def tokens(place: Place) -> None:
+    parquet(place, ["input_ids", "loss_mask"])
+
+
+def cut_parquet(place: Place) -> None:
+    file = parquet(place, ["input_ids", "loss_mask"])
+    file.write_bytes(file.read_bytes()[:-10])
+
+
 CASES = [
+    Case("data-sources", no_prompts, "source prompts: no such source"),
+    Case("data-sources", no_held_out, "benchmark.prompts: no such source", good=tokens),
+    Case("data-sources", empty_folder, "no data files in folder"),
+    Case("data-sources", empty_part, "empty file"),
+    Case("data-sources", lambda p: source(p, "rows.csv", b"a,b"), "unknown kind of file"),
+    Case("data-sources", source_pointer, "a git-LFS pointer"),
+    Case("data-sources", cut_parquet, "not a Parquet file, or cut off"),
+    Case("data-sources", lambda p: parquet(p, ["text"]), "no columns input_ids+loss_mask"),
+    Case("data-sources", lambda p: parquet(p, ["text"], "auto"), "no known columns"),
     Case("data-format", no_part, "tokens part cannot be read", good=samples),
     Case("data-token-ids", foreign_id, "token id 384", good=samples),
     Case("data-loss", no_loss, "a sample without loss token", good=samples),

@@ -16,10 +16,18 @@ import numpy as np
 
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
+from kimi_eagle.data.inputs import OPENED, look_at
+from kimi_eagle.errors import UsageError
+from kimi_eagle.recipe import SourceSection
 
 READ = 2048
 """Samples of the first part whose ids and masks are read."""
 READERS = ("extract", "vocab", "train")
+AGAIN = (
+    "kimi-eagle verify RUN --deep marks parts that were changed since, kimi-eagle retry RUN opens "
+    "them again; where it marks none, remove RUN/prepare/records; then run again"
+)
+"""prepare made the samples as they are, or they were changed since: retry knows marked ones."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,40 @@ def _bounds_of_ids(path: Path) -> tuple[int, int] | None:
 
 
 @rule(
+    "data-sources",
+    what="Each source and the file of held-out prompts is there, can be read and holds something.",
+    why="Sources are read when the first stage plans its work and the held-out prompts with them: "
+    "in a job that has waited for its GPUs, for a path that was mistyped at the desk.",
+    how="Paths, kinds of files and sizes, folders as they will be read; of each Parquet file the "
+    f"first and last bytes and of the first one the columns; at most {OPENED} files of a source "
+    "are opened, and no row is read: what is wrong with rows, stages say.",
+    fix="correct the path in [[sources]] or [benchmark] prompts, or put the file there",
+    stages=("regenerate", "prepare", "benchmark"),
+)
+def sources(facts: Facts) -> Iterator[Problem | Note]:
+    recipe, seen = facts.recipe, set()
+    asked = [(s, f"source {s.name}") for s in recipe.sources]
+    held_out = SourceSection(path=recipe.benchmark.prompts)
+    for section, who in (*asked, (held_out, "benchmark.prompts")):
+        if section.path in seen:  # one file in two places is one fault
+            continue
+        seen.add(section.path)
+        try:
+            files = look_at(Path(section.path), section.format)
+        except UsageError as e:
+            yield Problem(f"{who}: {e.what}", e.where, e.expected, e.fix)
+            continue
+        if section.format == "tokens" and files[0].suffix not in (".parquet", ".arrow"):
+            yield Note(f"{who}: pre-tokenised rows in {files[0].suffix}, meant is Parquet")
+
+
+@rule(
     "data-format",
     what="Every part of the samples is a tokens part of this program's format.",
     why="A part of another schema is taken apart wrongly or refused by the stage that reads it, "
     "which for extract is after the load of the verifier.",
     how="Metadata and column types of each part (data/samples.py, tokens/1).",
-    fix="let prepare make the samples again: kimi-eagle retry RUN prepare",
+    fix=AGAIN,
     needs=("samples",),
     stages=READERS,
 )
@@ -112,7 +148,7 @@ def token_ids(facts: Facts) -> Iterator[Problem]:
     "divides by the count plus a small number (losses/utils.py, loss_function), so that a step of "
     "such samples logs a loss of 0 and looks like a good one.",
     how="Least n_loss of each part; of the first part n_loss against the masks themselves.",
-    fix="let prepare make the samples again: kimi-eagle retry RUN prepare",
+    fix=AGAIN,
     needs=("samples",),
     stages=READERS,
     after=("data-format",),
@@ -147,7 +183,7 @@ def _head(part: Path, columns: list[str]) -> Any:
     "and the end-of-turn token is the last of its run of loss tokens, not the one after or before. "
     "Runs without such a token (answers cut at max_tokens) are passed over; more than half of the "
     "others must be off before it is called a fault.",
-    fix="let prepare make the samples again, or correct loss_mask in the pre-tokenised source",
+    fix=f"correct loss_mask in the pre-tokenised source, else {AGAIN}",
     needs=("samples",),
     stages=READERS,
     after=("data-loss", "data-token-ids", "tokenizer-eos"),
@@ -222,7 +258,7 @@ def lengths(facts: Facts) -> Iterator[Problem | Note]:
     "found by no figure but the acceptance at the end of answers.",
     how="finish_reason of the samples against [prepare] keep_truncated_answers; how many prepare "
     "counted is told.",
-    fix="let prepare make the samples again, or set [prepare] keep_truncated_answers = true",
+    fix=f"set [prepare] keep_truncated_answers = true, else {AGAIN}",
     needs=("samples",),
     stages=READERS,
     after=("data-format",),
