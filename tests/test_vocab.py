@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 
 import numpy as np
@@ -127,6 +128,20 @@ def test_counts_in_every_form(form):
         ({"a": 1}, "no {id: n}"),
         ({1: -2}, "below 0"),
         (np.array([0.5, 0, 0, 0, 0]), "no whole numbers"),
+        ({1: 2.7}, "no {id: n}"),
+        ({1: torch.tensor(2.7)}, "no {id: n}"),
+        ({1: True}, "no {id: n}"),
+        ({1: 10**30}, "below 2.63"),
+        ({1: float("inf")}, "no {id: n}"),
+        ({1: 2**62}, "too large"),
+        ([10**30] * 5, "expected whole numbers below 2.63"),
+        ([2.7] * 5, "no whole numbers"),
+        ([float("nan")] * 5, "no whole numbers"),
+        ([float("inf")] * 5, "too large"),
+        ([2**61] * 5, "too large"),
+        ([None] * 5, "object"),
+        ([True] * 5, "bool"),
+        (torch.ones(5).bfloat16(), "no row of whole numbers"),
     ],
 )
 def test_counts_that_are_none(counts, message):
@@ -196,6 +211,25 @@ def test_save_and_load(parts, tmp_path):
     assert t2d.dtype == torch.bool and np.array_equal(t2d.numpy(), mapping.t2d)
     loaded = vocab.load(paths[0], paths[1])
     assert loaded.digest == mapping.digest and loaded.coverage == mapping.coverage
+    for path in (paths[0], paths[1], paths[4]):
+        whole = path.read_bytes()
+        for length in (0, 9, len(whole) - 5):
+            path.write_bytes(whole[:length])
+            with pytest.raises(RunError, match=f"{path.name}: .*cannot be read.*fix: again"):
+                vocab.load(paths[0], paths[1], fix="again")
+        path.write_bytes(whole)
+    about = json.loads(paths[4].read_text())
+    for other in (5, True, -0.1, "1.0", math.nan):
+        paths[4].write_text(json.dumps(about | {"coverage": other}))
+        with pytest.raises(RunError, match="damaged: coverage is"):
+            vocab.load(paths[0], paths[1])
+    paths[4].write_text(json.dumps(about | {"coverage": 1.0, "counts_digest": ""}))
+    with pytest.raises(RunError, match="coverage is 1.0, of no counts"):
+        vocab.load(paths[0], paths[1])
+    paths[4].write_text(json.dumps(about))
+    np.save(paths[0], mapping.d2t.astype(np.float64))
+    with pytest.raises(RunError, match=r"float64 \[50\]; expected a row of int64"):
+        vocab.load(paths[0], paths[1])
     np.save(paths[0], mapping.target_ids)  # absolute ids instead of offsets
     with pytest.raises(RunError, match="damaged"):
         vocab.load(paths[0], paths[1])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,6 +97,45 @@ def test_files(tmp_path):
             vocab_import.read_array(tmp_path / name)
 
 
+def npy(folder: Path, array: np.ndarray) -> bytes:
+    np.save(folder / "whole.npy", array, allow_pickle=True)
+    return (folder / "whole.npy").read_bytes()
+
+
+def pt(folder: Path, value: object) -> bytes:
+    torch.save(value, folder / "whole.pt")
+    return (folder / "whole.pt").read_bytes()
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+LONG = np.arange(9_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.pt", lambda _: b"", "the file is empty; fix: copy"),
+        ("a.pt", lambda _: LFS, "git-LFS pointer; fix: git lfs pull"),
+        ("a.pt", lambda _: pickle.dumps(LONG, 4), "holds Python objects"),
+        ("a.pt", lambda f: pt(f, Path("x")), "objects; .*; fix: open it where it was made"),
+        ("a.pt", lambda f: pt(f, torch.tensor(LONG))[:9000], "cut short"),
+        ("a.pt", lambda _: b"no", "another kind of file; expected a file that torch.save wrote"),
+        ("a.pt", lambda f: pt(f, torch.ones(3).bfloat16()), "holds a tensor of torch.bfloat16"),
+        ("a.npy", lambda _: b"", "the file is empty"),
+        ("a.npy", lambda _: LFS, "git-LFS pointer"),
+        ("a.npy", lambda f: npy(f, LONG)[:9000], "cut short"),
+        ("a.npy", lambda f: npy(f, LONG)[:20], "cut short"),
+        ("a.npy", lambda f: npy(f, np.array([None])), "holds Python objects"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content(tmp_path))
+    with pytest.raises(UsageError, match=says) as caught:
+        vocab_import.read_array(tmp_path / name)
+    for advice in ("weights_only", "allow_pickle"):
+        assert advice not in str(caught.value)
+
+
 def test_the_command_writes_what_build_writes(eagle, tmp_path):
     torch.save(torch.tensor(T2D.astype(np.uint8)), tmp_path / "t2d.pt")
     torch.save(torch.tensor(IDS), tmp_path / "d2t.pt")
@@ -133,3 +175,49 @@ def test_the_command_refuses(eagle, tmp_path, verifier_dir):
     np.save(tmp_path / "t2d.npy", T2D)
     done = eagle("vocab", "import", *files, "--verifier", verifier_dir, "--out", tmp_path / "m")
     assert done.returncode == 2 and "expected 49152, the verifier's" in done.stderr
+
+
+def three(folder: Path) -> list[Path]:
+    """Inputs of another program: d2t.pt holds absolute ids."""
+    folder.mkdir(exist_ok=True)
+    torch.save(torch.tensor(T2D), folder / "t2d.pt")
+    torch.save(torch.tensor(IDS), folder / "d2t.pt")
+    return [folder / "t2d.pt", folder / "d2t.pt"]
+
+
+def test_its_inputs_are_never_replaced(eagle, tmp_path):
+    files = three(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    before = [path.read_bytes() for path in files]
+    for out in (".", "link"):
+        done = eagle("vocab", "import", *files, "--out", out, cwd=tmp_path)
+        assert done.returncode == 2 and "--out would replace d2t.pt, which is read" in done.stderr
+    assert [path.read_bytes() for path in files] == before
+    assert not (tmp_path / "mapping.json").exists()
+
+
+def test_files_of_others_are_not_replaced_and_its_own_are(eagle, tmp_path):
+    files = three(tmp_path / "in")
+    theirs = three(tmp_path / "out")
+    done = eagle("vocab", "import", *files, "--out", tmp_path / "out")
+    assert done.returncode == 2 and "which kimi-eagle did not write" in done.stderr
+    assert torch.equal(torch.load(theirs[1], weights_only=True), torch.tensor(IDS))
+    (tmp_path / "file").write_text("")
+    done = eagle("vocab", "import", *files, "--out", tmp_path / "file")
+    assert done.returncode == 2 and "--out cannot be made" in done.stderr
+    for _ in range(2):
+        done = eagle("vocab", "import", *files, "--out", 'm "ü"', cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    # What it prints for the recipe holds wherever the recipe lies.
+    line = done.stdout.splitlines()[-1].partition("[vocab] ")[2].replace(", mapping", "\nmapping")
+    found = tomllib.loads(line)
+    assert found == {"draft_vocab_size": 12, "mapping": str(tmp_path / 'm "ü"')}
+
+
+def test_the_command_names_the_file_of_counts(eagle, tmp_path):
+    files = three(tmp_path)
+    (tmp_path / "n.json").write_text('{"3": 2.7}')
+    done = eagle(
+        "vocab", "import", *files, "--counts", tmp_path / "n.json", "--out", tmp_path / "m"
+    )
+    assert done.returncode == 2 and "n.json: token counts are no {id: n}" in done.stderr

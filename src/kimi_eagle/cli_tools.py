@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from kimi_eagle.cli_options import PATH as _PATH
 from kimi_eagle.cli_options import json_option, print_json
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from kimi_eagle.vocab import VocabMapping
 
 
@@ -53,17 +56,15 @@ def vocab_build(
     counts: str, verifier_path: str, size: int, out: str, no_force_special: bool
 ) -> None:
     """Build a mapping from token counts: a .pt or .npy tensor [V], or a .pt dict {id: n}."""
-    from pathlib import Path
-
     from kimi_eagle import vocab as room
     from kimi_eagle.verifier import open_verifier
+    from kimi_eagle.vocab_import import folder_for
 
     opened = open_verifier(verifier_path)
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
     forced = () if no_force_special else room.special_ids(opened)
-    counted = room.as_counts(room.load_counts(Path(counts)), opened.vocab_size)
+    counted = _counts(counts, opened.vocab_size)
     mapping = room.build_mapping(counted, size, sorted(forced))
+    folder = folder_for(out, [counts])
     for path in room.save(mapping, lambda suffix: folder / suffix):
         click.echo(path)
     click.echo(f"coverage {mapping.coverage:.2%}")
@@ -83,7 +84,7 @@ def vocab_import(
 
     T2D and D2T are .pt or .npy files: t2d as bool, int or uint8 [V], d2t as offsets or as absolute
     token ids [D]. What was found is said, what is wrong is refused, and --out gets the five files
-    that `vocab build` writes.
+    that `vocab build` writes. Files of other programs are never replaced.
 
     \b
     Examples:
@@ -99,7 +100,7 @@ def vocab_import(
 
     mapping, told = imports.take(imports.read_array(Path(t2d)), imports.read_array(Path(d2t)))
     size, whole = len(mapping.d2t), len(mapping.t2d)
-    counted = room.as_counts(room.load_counts(Path(counts)), whole) if counts else None
+    counted = _counts(counts, whole) if counts else None
     if counted is not None:
         mapping = imports.with_counts(mapping, counted)
     refuse_broken(mapping, d2t)
@@ -112,15 +113,30 @@ def vocab_import(
             )
     if counted is not None:
         told.append(imports.beside_counts(mapping, counted))
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = imports.folder_for(out, [t2d, d2t, *([counts] if counts else [])])
     written = [str(path) for path in room.save(mapping, lambda name: folder / name)]
     if as_json:
         print_json({"told": told, "files": written, **_shown(mapping)})
         return
     for line in [*told, *written]:
         click.echo(line)
-    click.echo(f"in the recipe: [vocab] draft_vocab_size = {size}, mapping = {str(folder)!r}")
+    # Absolute: a recipe counts relative paths from its own folder. JSON's text is TOML's here.
+    path = json.dumps(str(folder), ensure_ascii=False)
+    click.echo(f"in the recipe: [vocab] draft_vocab_size = {size}, mapping = {path}")
+
+
+def _counts(path: str, vocab_size: int) -> np.ndarray:
+    """Token counts from a file, int64 [vocab_size]; UsageError with the file's name."""
+    from pathlib import Path
+
+    from kimi_eagle import vocab as room
+    from kimi_eagle.errors import UsageError
+
+    found = room.load_counts(Path(path))
+    try:
+        return room.as_counts(found, vocab_size)
+    except UsageError as e:
+        raise UsageError(e.what, where=path, expected=e.expected, fix=e.fix) from None
 
 
 def _shown(mapping: VocabMapping) -> dict[str, object]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kimi_eagle import tensorfiles
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.files import write_atomic
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from kimi_eagle.verifier import Verifier
 
 FORMAT = "vocab/1"
+FILES = ("d2t.npy", "t2d.npy", "d2t.pt", "t2d.pt", "mapping.json")
+"""What a mapping is written to."""
 MANY = 8
 """Draft tokens from which on offsets that grow at every step are no offsets."""
 
@@ -104,14 +107,17 @@ def as_counts(counts: Any, vocab_size: int) -> np.ndarray:
     """Counts in any usual form as int64 [vocab_size].
 
     A dict {id: n} (speculators' token_freq.pt; keys may be text, as JSON makes them), or a tensor
-    or array [vocab_size]. UsageError: another shape, an id outside the vocabulary, a count below 0.
+    or array [vocab_size]. UsageError: another shape, an id outside the vocabulary, a count that is
+    no whole number, below 0, or more than int64 holds, all of them together.
     """
     if isinstance(counts, Mapping):
         try:
-            ids = np.fromiter((int(k) for k in counts), np.int64, len(counts))
-            values = np.fromiter((int(v) for v in counts.values()), np.int64, len(counts))
-        except (TypeError, ValueError):
-            raise UsageError("token counts are no {id: n}", expected="whole numbers") from None
+            ids = np.fromiter(map(_whole, counts), np.int64, len(counts))
+            values = np.fromiter(map(_whole, counts.values()), np.int64, len(counts))
+        except (TypeError, ValueError, OverflowError):
+            raise UsageError(
+                "token counts are no {id: n}", expected="whole numbers below 2^63"
+            ) from None
         if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
             bad = int(ids[(ids < 0) | (ids >= vocab_size)][0])
             raise UsageError(
@@ -122,36 +128,45 @@ def as_counts(counts: Any, vocab_size: int) -> np.ndarray:
         result = np.zeros(vocab_size, np.int64)
         np.add.at(result, ids, values)
     else:
-        array = np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts)
+        try:
+            array = np.asarray(counts.detach().cpu() if hasattr(counts, "detach") else counts)
+        except (TypeError, ValueError, RuntimeError):  # ragged lists; bfloat16, which numpy lacks
+            raise UsageError("token counts are no row of whole numbers") from None
         if array.shape != (vocab_size,):
             raise UsageError(
                 f"token counts have shape {list(array.shape)}", expected=f"[{vocab_size}]"
             )
-        result = array.astype(np.int64)
-        if not np.array_equal(result, array):
+        if array.dtype.kind not in "iuf":
+            fault = f"token counts are {array.dtype}"
+            raise UsageError(fault, expected="whole numbers below 2^63")
+        if not (np.trunc(array) == array).all():  # NaN, too; infinity is too large
             raise UsageError("token counts are no whole numbers")
-    if result.size and result.min() < 0:
+        values = array
+        result = np.where(np.abs(array) < 2.0**62, array, 0).astype(np.int64)
+    if values.size and values.min() < 0:
         raise UsageError("a token count below 0")
+    if float(values.sum(dtype=np.float64)) >= 2.0**62:
+        raise UsageError("token counts are too large", expected="fewer than 2^62 tokens together")
     return result
+
+
+def _whole(value: Any) -> int:
+    """An id or a count: a number, a tensor of one, or digits. ValueError where it is not whole."""
+    number = int(value)
+    if not isinstance(value, str) and (isinstance(value, bool) or number != value):
+        raise ValueError
+    return number
 
 
 def load_counts(path: Path) -> Any:
     """Counts from a file, for `as_counts`: .pt (tensor or dict), .npy, or .json (dict or list)."""
+    found = tensorfiles.read(path, "token counts", (".pt", ".npy", ".json"))
+    if not isinstance(found, list):
+        return found
     try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False)
-        if path.suffix == ".json":
-            found = json.loads(path.read_bytes())
-            return np.array(found) if isinstance(found, list) else found
-        if path.suffix == ".pt":
-            import torch
-
-            return torch.load(path, weights_only=True, map_location="cpu")
-    except FileNotFoundError:
-        raise UsageError("no such file of token counts", where=path) from None
-    except Exception as e:  # torch and numpy raise many kinds; all mean the same here
-        raise UsageError(f"not token counts: {str(e).splitlines()[0]}", where=path) from None
-    raise UsageError("unknown kind of file", where=path, expected=".pt, .npy or .json")
+        return np.array(found)
+    except ValueError:
+        raise UsageError("not token counts: lists of different lengths", where=path) from None
 
 
 def build_mapping(
@@ -282,26 +297,55 @@ def save(mapping: VocabMapping, path: Callable[[str], Path]) -> list[Path]:
     return paths
 
 
-def load(d2t: Path, t2d: Path) -> VocabMapping:
+def load(d2t: Path, t2d: Path, *, fix: str = "") -> VocabMapping:
     """Read what `save` wrote: the two .npy files and, by its name, mapping.json beside d2t.npy.
 
-    RunError when one is missing or they disagree (absolute ids in d2t, for one).
+    fix: what the messages advise. RunError when one is missing, empty or cut, when they disagree
+    (absolute ids in d2t, for one), or when mapping.json tells a coverage that is none.
     """
     about = d2t.with_name(d2t.name.removesuffix("d2t.npy") + "mapping.json")
     try:
-        data = json.loads(about.read_bytes())
-        mapping = VocabMapping(
-            np.load(d2t, allow_pickle=False),
-            np.load(t2d, allow_pickle=False),
-            math.nan if data["coverage"] is None else float(data["coverage"]),
-            str(data["counts_digest"]),
+        data = tensorfiles.read(about, "a mapping", (".json",))
+        arrays = {p: tensorfiles.read(p, "a mapping", (".npy",)) for p in (d2t, t2d)}
+    except UsageError as e:
+        fault = f"vocabulary mapping cannot be read: {e.what}"
+        raise RunError(fault, where=e.where, expected=e.expected, fix=fix) from None
+    for path, dtype in ((d2t, np.int64), (t2d, bool)):
+        if arrays[path].dtype != dtype or arrays[path].ndim != 1:
+            raise RunError(
+                f"vocabulary mapping cannot be read: {arrays[path].dtype} "
+                f"{list(arrays[path].shape)}",
+                where=path,
+                expected=f"a row of {np.dtype(dtype)}",
+                fix=fix,
+            )
+    if not isinstance(data, dict) or not {"coverage", "counts_digest", "digest"} <= data.keys():
+        raise RunError(
+            "vocabulary mapping cannot be read: not a mapping's own file",
+            where=about,
+            expected="coverage, counts_digest and digest",
+            fix=fix,
         )
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise RunError(f"vocabulary mapping cannot be read: {e}", where=about) from None
-    if data.get("digest") != mapping.digest or not np.array_equal(
+    share, counted = data["coverage"], str(data["counts_digest"])
+    # A share without counts was not measured; it would excuse a plain slice.
+    number = isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
+    if share is not None and not (number and counted):
+        raise RunError(
+            f"vocabulary mapping is damaged: coverage is {json.dumps(share)}"
+            + (", of no counts" if number else ""),
+            where=about,
+            expected="a share from 0 to 1 of the tokens of counts_digest, or null",
+            fix=fix,
+        )
+    mapping = VocabMapping(
+        arrays[d2t], arrays[t2d], math.nan if share is None else float(share), counted
+    )
+    if data["digest"] != mapping.digest or not np.array_equal(
         np.flatnonzero(mapping.t2d), mapping.target_ids
     ):
-        raise RunError("vocabulary mapping is damaged: d2t, t2d and digest disagree", where=about)
+        raise RunError(
+            "vocabulary mapping is damaged: d2t, t2d and digest disagree", where=about, fix=fix
+        )
     return mapping
 
 

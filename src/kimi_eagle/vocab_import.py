@@ -1,6 +1,7 @@
 """A vocabulary mapping made by another program: read, told apart, and made ours.
 
-Reads t2d and d2t as .pt (torch.save, opened with weights_only) or .npy; writes nothing. Programs
+Reads t2d and d2t as .pt (torch.save, opened with weights_only) or .npy; makes the folder that the
+mapping will be written to, and writes no file. Programs
 differ in how they write the same mapping: t2d as bool, int or uint8; d2t as offsets (speculators,
 vLLM: target = i + d2t[i]) or as absolute token ids. Which of the two is told by t2d, never
 guessed. What is wrong with a mapping is judged by the rules in contracts/mapping.py.
@@ -8,35 +9,31 @@ guessed. What is wrong with a mapping is judged by the rules in contracts/mappin
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kimi_eagle.errors import UsageError
-from kimi_eagle.vocab import VocabMapping, build_mapping, counts_digest, from_offsets
+from kimi_eagle import tensorfiles
+from kimi_eagle.errors import RunError, UsageError
+from kimi_eagle.vocab import FILES, VocabMapping, build_mapping, counts_digest, from_offsets, load
 
 
 def read_array(path: Path) -> np.ndarray:
     """The one tensor of a .pt or .npy file. UsageError: no such file, pickled code, no tensor."""
+    found = tensorfiles.read(path, "a tensor")
+    if isinstance(found, np.ndarray):
+        return found
+    if not hasattr(found, "numpy"):
+        raise UsageError(f"holds a {type(found).__name__}", where=path, expected="a tensor")
     try:
-        if path.suffix == ".npy":
-            return np.load(path, allow_pickle=False)
-        if path.suffix == ".pt":
-            import torch
-
-            found = torch.load(path, weights_only=True, map_location="cpu")
-            if not isinstance(found, torch.Tensor):
-                raise UsageError(f"holds a {type(found).__name__}", where=path, expected="a tensor")
-            return found.numpy()
-    except FileNotFoundError:
-        raise UsageError("no such file", where=path) from None
-    except UsageError:
-        raise
-    except Exception as e:  # torch and numpy raise many kinds; all mean the same here
-        raise UsageError(f"not a tensor: {str(e).splitlines()[0]}", where=path) from None
-    raise UsageError("unknown kind of file", where=path, expected=".pt or .npy")
+        return found.detach().numpy()
+    except (TypeError, RuntimeError):  # sparse, quantised, bfloat16
+        fault = f"holds a tensor of {found.dtype}, {found.layout}"
+        raise UsageError(fault, where=path, expected="bool or whole numbers, dense") from None
 
 
 def take(t2d: np.ndarray, d2t: np.ndarray) -> tuple[VocabMapping, list[str]]:
@@ -76,6 +73,44 @@ def beside_counts(mapping: VocabMapping, counts: np.ndarray) -> str:
     if not other:
         return f"{says}, as the most frequent tokens do: it is the mapping that they give"
     return f"{says}; the most frequent tokens cover {best.coverage:.2%} ({other:,} differ)"
+
+
+def folder_for(out: str, inputs: Iterable[str | Path]) -> Path:
+    """The folder `out`, made and absolute, for a mapping's five files.
+
+    UsageError where one of them is an input, or lies there and is no mapping of ours: files of
+    other programs have the same names.
+    """
+    folder = Path(out).absolute()
+    there = [folder / name for name in FILES if os.path.lexists(folder / name)]
+    for path in there:
+        if any(Path(i).exists() and path.exists() and path.samefile(i) for i in inputs):
+            raise UsageError(
+                f"--out would replace {path.name}, which is read here",
+                where=folder,
+                expected="another folder than that of the files",
+                fix="name a new folder: --out mapping",
+            )
+    if there and not (len(there) == len(FILES) and _ours(folder)):
+        raise UsageError(
+            f"--out would replace {there[0].name}, which kimi-eagle did not write",
+            where=folder,
+            expected="a new folder, or one with a whole mapping of kimi-eagle",
+            fix="name another folder, or remove these files",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UsageError(f"--out cannot be made: {e.strerror}", where=folder) from None
+    return folder
+
+
+def _ours(folder: Path) -> bool:
+    try:
+        load(folder / "d2t.npy", folder / "t2d.npy")
+    except RunError:
+        return False
+    return True
 
 
 def _whole(name: str, array: np.ndarray) -> np.ndarray:

@@ -39,7 +39,8 @@ def offsets(ids: np.ndarray) -> np.ndarray:
 def folder(place: Place) -> None:
     """A mapping in a folder, which the recipe names."""
     (place.path / "words").mkdir()
-    vocab.save(replace(mapping(), coverage=0.9), lambda name: place.path / "words" / name)
+    counted = replace(mapping(), coverage=0.9, counts_digest=DIGEST)
+    vocab.save(counted, lambda name: place.path / "words" / name)
     recipe(mapping="words")(place)
 
 
@@ -52,6 +53,37 @@ def folder_of_two(place: Place) -> None:
 def folder_torn(place: Place) -> None:
     folder(place)
     (place.path / "words" / "mapping.json").unlink()
+
+
+def folder_cut(name: str, length: int) -> Callable[[Place], None]:
+    """One of its files with its first bytes alone."""
+
+    def apply(place: Place) -> None:
+        folder(place)
+        file = place.path / "words" / name
+        file.write_bytes(file.read_bytes()[:length])
+
+    return apply
+
+
+def folder_telling(**values: Any) -> Callable[[Place], None]:
+    """Keys of mapping.json."""
+
+    def apply(place: Place) -> None:
+        folder(place)
+        file = place.path / "words" / "mapping.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return apply
+
+
+def folder_of_slice(place: Place) -> None:
+    """A plain slice whose mapping.json praises it, of no counts."""
+    (place.path / "words").mkdir()
+    vocab.save(SLICE, lambda name: place.path / "words" / name)
+    file = place.path / "words" / "mapping.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"coverage": 1.0}))
+    recipe(mapping="words")(place)
 
 
 def twice() -> np.ndarray:
@@ -88,6 +120,7 @@ def _of_no_samples() -> str:
     return digest([])
 
 
+DIGEST = "0" * 32
 GOOD = having(mapping())
 SLICE = mapping(np.zeros(D, np.int64), np.arange(VOCAB) < D)
 WHOLE = mapping(np.zeros(VOCAB, np.int64), np.ones(VOCAB, bool))
@@ -103,6 +136,14 @@ CASES = [
     Case("mapping-forced-ids", recipe(force_tokens=[384]), "vocab.force_tokens holds 384"),
     Case("mapping-readable", folder_of_two, "disagree", folder),
     Case("mapping-readable", folder_torn, "cannot be read", folder),
+    Case("mapping-readable", folder_cut("mapping.json", 0), "the file is empty", folder),
+    Case("mapping-readable", folder_cut("mapping.json", 40), "no JSON", folder),
+    Case("mapping-readable", folder_cut("d2t.npy", 0), "d2t.npy: mapping-readable: ", folder),
+    Case("mapping-readable", folder_cut("d2t.npy", 300), "cut short", folder),
+    Case("mapping-readable", folder_cut("t2d.npy", 7), "cut short", folder),
+    Case("mapping-readable", folder_telling(coverage=5), "coverage is 5", folder),
+    Case("mapping-readable", folder_telling(coverage=True), "coverage is true", folder),
+    Case("mapping-readable", folder_of_slice, "coverage is 1.0, of no counts", folder),
     Case("mapping-offsets", having(mapping(TOKENS)), "absolute token ids", GOOD),
     Case("mapping-offsets", having(mapping(twice())), "names token 8 twice", GOOD),
     Case("mapping-offsets", having(mapping(D2T[::-1] + 0)), "d2t", GOOD),
