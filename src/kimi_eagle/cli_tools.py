@@ -164,7 +164,8 @@ def vocab_show(path: str, as_json: bool) -> None:
     folder = Path(path)
     if RunDir(folder).spec.is_file():
         record = record_of(open_context(path), "vocab")
-        mapping = room.load(record.path("d2t.npy"), record.path("t2d.npy")) if record else None
+        again = f"kimi-eagle verify {path} --deep, then kimi-eagle retry {path}"
+        mapping = record and room.load(record.path("d2t.npy"), record.path("t2d.npy"), fix=again)
     else:
         mapping = room.load(folder / "d2t.npy", folder / "t2d.npy")
     if mapping is None:

@@ -125,6 +125,36 @@ GOOD = having(mapping())
 SLICE = mapping(np.zeros(D, np.int64), np.arange(VOCAB) < D)
 WHOLE = mapping(np.zeros(VOCAB, np.int64), np.ones(VOCAB, bool))
 
+
+def torn_in_a_run(place: Place) -> None:
+    """A run whose own d2t.npy was cut to nothing."""
+    own_mapping(place)
+    next(place.path.glob("run/**/*d2t.npy")).write_bytes(b"")
+
+
+def own_mapping(place: Place) -> None:
+    """A run whose vocab stage made its mapping by this recipe."""
+    begun(place)
+    run, facts = place.given["run"], place.facts()
+    section = facts.recipe.vocab.model_dump(mode="json", exclude={"mapping"})
+    unit = Unit(name="all", parts={"vocab": section, "samples": _of_no_samples()})
+    ledger = Ledger(run.stage("vocab").make())
+    number = ledger.start_attempt(unit, {})
+    made = replace(mapping(), coverage=0.9, counts_digest=DIGEST)
+    files = vocab.save(made, lambda name: run.stage("vocab").files / f"all.{unit.key}.{name}")
+    entries = [{"name": p.name, "bytes": p.stat().st_size} for p in files]
+    data = {"unit": "all", "key": unit.key, "state": "done", "parts": unit.parts, "counts": {}}
+    assert ledger.create_record(unit, data | {"attempt": number, "files": entries, "info": {}})
+
+
+def one_more_special(place: Place) -> None:
+    """A special token that only the opened tokenizer knows."""
+    file = place.model / "tokenizer_config.json"
+    told = json.loads(file.read_text()) | {"additional_special_tokens": ["<|late|>"]}
+    file.write_text(json.dumps(told))
+    recipe(draft_vocab_size=7)(place)
+
+
 CASES = [
     Case("mapping-size", recipe(draft_vocab_size=385), "385 is larger than the verifier's"),
     Case(
@@ -134,6 +164,20 @@ CASES = [
         recipe(draft_vocab_size=384),
     ),
     Case("mapping-forced-ids", recipe(force_tokens=[384]), "vocab.force_tokens holds 384"),
+    Case(
+        "mapping-special-fit",
+        recipe(draft_vocab_size=8, force_tokens=[1, 2]),
+        "9 forced and special tokens do not fit into 8; expected at least 9",
+        recipe(draft_vocab_size=8, force_tokens=[1, 258]),
+    ),
+    Case(
+        "mapping-special-fit",
+        one_more_special,
+        "8 forced and special tokens do not fit into 7",
+        recipe(draft_vocab_size=7),
+        heavy=True,
+    ),
+    Case("mapping-readable", torn_in_a_run, "--deep, then kimi-eagle retry ", own_mapping),
     Case("mapping-readable", folder_of_two, "disagree", folder),
     Case("mapping-readable", folder_torn, "cannot be read", folder),
     Case("mapping-readable", folder_cut("mapping.json", 0), "the file is empty", folder),

@@ -220,13 +220,15 @@ class Facts:
         brings along; None before both. RunError or UsageError where it cannot be read."""
         from kimi_eagle import vocab
 
-        brought = self._brought_mapping
+        brought, verb, run = self._brought_mapping, "kimi-eagle", self.run and self.run.path
         section = self.recipe.vocab.model_dump(mode="json", exclude={"mapping"})
         for record in self.records("vocab"):
             parts = record.data["parts"]
             asked = parts.get("mapping") == (brought.digest if brought else None)
             if asked and parts.get("vocab") == section:
-                return vocab.load(record.path("d2t.npy"), record.path("t2d.npy"))
+                # Its files are the run's, not the user's: `vocab import` is no way to mend them.
+                again = f"{verb} verify {run} --deep, then {verb} retry {run}: vocab makes it anew"
+                return vocab.load(record.path("d2t.npy"), record.path("t2d.npy"), fix=again)
         return brought
 
     @property

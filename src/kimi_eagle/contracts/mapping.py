@@ -14,6 +14,7 @@ import numpy as np
 
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import RULES, NotConcerned, Note, Problem, rule
+from kimi_eagle.contracts.tokenizer import _added as added
 from kimi_eagle.errors import RunError
 from kimi_eagle.vocab import VocabMapping, offset_fault
 
@@ -75,11 +76,46 @@ def forced_ids(facts: Facts) -> Iterator[Problem]:
 
 
 @rule(
+    "mapping-special-fit",
+    what="The tokens that are always in the draft's vocabulary, forced and special ones, fit.",
+    why="The vocab stage, after regenerate and prepare, refuses a draft_vocab_size below their "
+    "number (Kimi-K2.5: about 250 control, tool, thinking and reserved tokens).",
+    how="vocab.force_tokens, the ids that end an answer and the added tokens: those in the "
+    "tokenizer's files, and where transformers may be imported all that the opened tokenizer has.",
+    fix="raise [vocab] draft_vocab_size, or set force_special = false",
+    stages=("regenerate", "prepare", "vocab"),
+    after=("mapping-size", "mapping-forced-ids", "tokenizer-ids-in-range", "tokenizer-opens"),
+)
+def special_fit(facts: Facts) -> Iterator[Problem]:
+    from kimi_eagle.vocab import special_ids
+
+    section, verifier = facts.recipe.vocab, facts.verifier
+    if not section.force_special:
+        raise NotConcerned("vocab.force_special is false")
+    if section.mapping or facts.recipe.train.from_:
+        raise NotConcerned("the recipe brings a mapping along")
+    if facts.lacks("transformers"):
+        told = {*added(verifier).values(), *verifier.eos_ids}
+        special = {i for i in told if i < verifier.vocab_size}
+    else:
+        special = set(special_ids(verifier))
+    always = special | set(section.force_tokens)
+    if len(always) > section.draft_vocab_size:
+        yield Problem(
+            f"{len(always):,} forced and special tokens do not fit into "
+            f"{section.draft_vocab_size:,}",
+            where="vocab.draft_vocab_size",
+            expected=f"at least {len(always):,}",
+        )
+
+
+@rule(
     "mapping-readable",
     what="The mapping that the recipe brings along, or that the run made, can be read whole.",
-    why="A folder without mapping.json, or files of two mappings in one folder, would give a draft "
-    "whose output rows mean other tokens.",
-    how="d2t.npy, t2d.npy and mapping.json are read; digest, d2t and t2d must agree.",
+    why="A folder without mapping.json, files that are empty or cut, or of two mappings in one "
+    "folder, would give a draft whose output rows mean other tokens.",
+    how="d2t.npy, t2d.npy and mapping.json are read; digest, d2t and t2d must agree, and a "
+    "coverage is a share of counts that are named.",
     fix="make it again: kimi-eagle vocab import (or vocab build) writes all five files",
     needs=("mapping",),
     stages=("vocab", "train"),
@@ -252,7 +288,7 @@ def forced_tokens(facts: Facts) -> Iterator[Problem]:
     "[vocab] force_special = false to train without them",
     needs=("mapping", "transformers"),
     stages=("vocab", "train"),
-    after=("mapping-readable", "mapping-agrees", "mapping-fits"),
+    after=("mapping-readable", "mapping-agrees", "mapping-fits", "tokenizer-opens"),
 )
 def special_tokens(facts: Facts) -> Iterator[Problem]:
     from kimi_eagle.vocab import special_ids
