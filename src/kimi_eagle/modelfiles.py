@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,19 @@ Header = dict[str, dict[str, Any]]
 """Tensor name -> {dtype, shape, data_offsets}; `__metadata__` -> free words."""
 
 FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
+FOREIGN = re.compile(
+    r"(?:^|\.)(?:\d+|(?:vision|visual|image|audio|speech|talker|code|mtp|nextn|draft|eagle)\w*)\."
+)
+"""Parts of a tensor's name that say: not the language model's own."""
+BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Bits a value of the safetensors format's types; one that is not named is not measured."""
 HEADER_LIMIT = 100 << 20  # bytes; the safetensors format's own limit
 LFS_MARK = b"version https://git-lfs"
 
@@ -45,7 +60,8 @@ def read_json(file: Path) -> dict[str, Any]:
         read = file.read_bytes()
         if read.startswith(LFS_MARK):
             raise UsageError("a git-LFS pointer", where=file, fix="git lfs pull in its checkout")
-        data = json.loads(read)
+        # As text: transformers refuses a byte order mark and UTF-16, which json takes as bytes.
+        data = json.loads(read.decode("utf-8"))
     except FileNotFoundError:
         raise UsageError(
             f"model directory without {file.name}", where=file.parent, expected="a checkpoint"
@@ -101,15 +117,37 @@ def read_header(file: Path) -> tuple[Header, int]:
         f.seek(8)
         try:
             header = json.loads(f.read(length))
-            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+            held, odd = _measure(header)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):
             raise Cut("not a safetensors file: broken header", where=file) from None
-    held = max(ends, default=0)
+    if odd:
+        raise Cut(f"broken header: {odd}", where=file, fix="copy it again")
     expected = 8 + length + held
     if size != expected:
         wanted = f"{expected} by its header"
         raise Cut(f"weight file has {size} bytes", where=file, expected=wanted, fix="copy it again")
     return header, held
+
+
+def _measure(header: Header) -> tuple[int, str]:
+    """Bytes of data by a header, and "" or what safetensors 0.8.0 refuses in it: bytes that no
+    tensor or two have, or other than dtype and shape make."""
+    spans = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        bits = BITS.get(entry["dtype"])
+        if bits and math.prod(entry["shape"]) * bits != 8 * (end - start):
+            return 0, f"{name} {entry['dtype']} {entry['shape']} in bytes {start} to {end}"
+        spans.append((start, end))
+    spans.sort()
+    held = 0
+    for start, end in spans:
+        if start != held or end < start:
+            return 0, f"a tensor begins at byte {start}, the one before ends at {held}"
+        held = end
+    return held, ""
 
 
 def content_hashes(folder: Path, progress: Callable[[int], None] | None = None) -> dict[str, str]:

@@ -22,6 +22,7 @@ from typing import Any
 from kimi_eagle.errors import UsageError
 from kimi_eagle.modelfiles import (
     FLOATS,
+    FOREIGN,
     Cut,
     Header,
     Missing,
@@ -151,8 +152,7 @@ class Verifier:
         """The ids if all lie in 0..num_layers ("state entering layer k"; num_layers = after the
         last one), else UsageError."""
         ids = tuple(ids)
-        bad = [i for i in ids if not 0 <= i <= self.num_layers]
-        if bad or not ids:
+        if (bad := [i for i in ids if not 0 <= i <= self.num_layers]) or not ids:
             raise UsageError(
                 f"layer id {bad[0]} out of range" if bad else "no layer ids",
                 where="extract.layers",
@@ -209,8 +209,9 @@ class Verifier:
             if not isinstance(found, dict) or not found:
                 raise UsageError("index without weight_map", where=index)
             return found
-        if (self.path / SINGLE).is_symlink() or (self.path / SINGLE).exists():
-            header, _ = read_header(self.path / SINGLE)
+        single = self.path / SINGLE
+        if single.is_symlink() or single.exists():
+            header, _ = read_header(single)
             return {name: SINGLE for name in header if name != "__metadata__"}
         raise UsageError(
             "no weights",
@@ -250,7 +251,7 @@ class Verifier:
         """The one tensor name equal to, or ending in `.SUFFIX` of, the first suffix that matches.
 
         Nested names count (`language_model.model.embed_tokens.weight`); of several the shortest,
-        so that a vision tower's or an MTP layer's copy is not taken.
+        those of other parts (a vision tower's, a talker's, an MTP layer's) last.
         """
         suffixes = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
         for suffix in suffixes:
@@ -259,6 +260,7 @@ class Verifier:
             pool = self._known if suffix in KNOWN else self.weight_map
             names = [n for n in pool if n == suffix or n.endswith("." + suffix)]
             if names:
+                names = [n for n in names if not FOREIGN.search(n)] or names
                 self._found[suffix] = min(names, key=lambda n: (n.count("."), len(n), n))
                 return self._found[suffix]
         raise UsageError(
@@ -325,8 +327,7 @@ class Verifier:
     def entry(self, name: str) -> dict[str, Any]:
         """dtype, shape and data_offsets of a tensor that the index names."""
         file = self.weight_map[name]
-        found = self.headers[file].get(name)
-        if found is None:
+        if (found := self.headers[file].get(name)) is None:
             raise UsageError(
                 f"index names {name}, the file does not hold it",
                 where=self.path / file,

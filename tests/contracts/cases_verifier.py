@@ -158,11 +158,75 @@ def no_norm(place: Place) -> None:
     rewrite(place, name, lambda t: {"language_model.model.last.weight": t.clone()})
 
 
+def no_layer(place: Place) -> None:
+    """A layer that neither index nor files hold."""
+    index = json.loads((place.model / INDEX).read_text())
+    for name in index["weight_map"]:
+        if ".layers.2." in name:
+            rewrite(place, name, lambda t: {})
+
+
+def one_more(place: Place) -> None:
+    """config.json of a deeper model, and a recipe for it."""
+    place.change_text(num_hidden_layers=5)
+    place.recipe["extract"]["layers"] = [1, 2, 3, 5]
+
+
+def mtp(place: Place) -> None:
+    beside(place, "language_model.model.layers.4.eh_proj.weight")
+    place.change_text(num_nextn_predict_layers=1)
+
+
+def single(place: Place, *, stray: bool) -> None:
+    """One file without index; stray: a shard of another checkpoint lies beside it."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for number in (1, 2, 3):
+        tensors |= load_file(shard(place, number))
+        if not stray or number > 1:
+            shard(place, number).unlink()
+    save_file(tensors, place.model / "model.safetensors", metadata={"format": "pt"})
+    (place.model / INDEX).unlink()
+
+
+def header(place: Place, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the header's entry of a norm in the second shard; its length stays."""
+    file = shard(place)
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    found = json.loads(data[8 : 8 + length])
+    change(next(entry for name, entry in found.items() if name.endswith("layernorm.weight")))
+    text = json.dumps(found, separators=(",", ":")).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+def marked(place: Place) -> None:
+    """config.json as Windows' editor saves it."""
+    file = place.model / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+
+
+def cut_json(name: str) -> Callable[[Place], None]:
+    return lambda p: (p.model / name).write_text('{"eos_token_id": ')
+
+
+def settings_pointer(place: Place) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\n"
+    (place.model / "tokenizer_config.json").write_text(text)
+
+
 CASES = [
     Case("verifier-directory", elsewhere, "no such model directory"),
     Case("verifier-directory", lambda p: (p.model / "config.json").unlink(), "without config.json"),
     Case("verifier-config", cut_config, "not JSON"),
     Case("verifier-config", lambda p: p.change_text(vocab_size=None), "no vocab_size"),
+    Case("verifier-config", marked, "Unexpected UTF-8 BOM"),
+    Case("verifier-config", lambda p: p.change_text(max_position_embeddings=None), "no max_posi"),
+    Case("verifier-settings", cut_json("tokenizer_config.json"), "not JSON"),
+    Case("verifier-settings", cut_json("generation_config.json"), "not JSON"),
+    Case("verifier-settings", cut_json("preprocessor_config.json"), "not JSON"),
+    Case("verifier-settings", settings_pointer, "a git-LFS pointer"),
     Case("verifier-not-a-draft", a_draft, "speculators_config"),
     Case("verifier-no-hub-code", hub_code, "moonshotai/Kimi-K2.5--", good=trusted),
     Case("verifier-index", no_index, "no weights"),
@@ -171,6 +235,26 @@ CASES = [
     Case("verifier-weights-fetched", pointer, "git-LFS pointer"),
     Case("verifier-weights-whole", cut, "bytes; expected"),
     Case("verifier-weights-whole", lambda p: shard(p).write_bytes(b""), "not a safetensors file"),
+    Case("verifier-weights-whole", lambda p: header(p, lambda e: e["shape"].append(2)), "[64, 2]"),
+    Case("verifier-weights-whole", lambda p: header(p, lambda e: e.pop("dtype")), "broken header"),
+    Case(
+        "verifier-weights-whole",
+        lambda p: header(p, lambda e: e.update(data_offsets=[-128, 0])),
+        "begins at byte -128",
+    ),
+    Case(
+        "verifier-weights-whole",
+        lambda p: header(p, lambda e: e.update(data_offsets=[2, 130])),
+        "broken header: a tensor begins at byte",
+    ),
+    Case(
+        "verifier-index-current",
+        lambda p: single(p, stray=True),
+        "model-00001-of-00003.safetensors beside model.safetensors and no index",
+        good=lambda p: single(p, stray=False),
+    ),
+    Case("verifier-layers", no_layer, "no tensor of layer 2", good=mtp),
+    Case("verifier-layers", one_more, "no tensor of layer 4; "),
     Case("verifier-index-current", stale_index, "index names language_model.model.mtp.weight"),
     Case("verifier-index-current", unnamed, "the index does not name it there"),
     Case("verifier-index-current", swapped, "the file does not hold it"),

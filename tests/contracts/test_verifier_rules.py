@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from cases_verifier import INDEX, change_index, quantised, shard
+from cases_verifier import EMBED, HEAD, INDEX, beside, change_index, quantised, rewrite, shard
 from place import Place
 
 from kimi_eagle.contracts import judge, rules
@@ -36,7 +36,7 @@ def test_a_total_that_differs_and_files_beside_the_index_are_told(place: Place):
     index = json.loads(file.read_text())
     index["metadata"]["total_size"] += 1
     file.write_text(json.dumps(index))
-    (place.model / "consolidated.safetensors").write_bytes(shard(place).read_bytes())
+    (place.model / "adapter.safetensors").write_bytes(shard(place).read_bytes())
     verdict = verdicts(place)["verifier-index-current"]
     assert verdict.state == "ok"
     assert "the index says" in verdict.text and "1 safetensors files are not in" in verdict.text
@@ -54,3 +54,40 @@ def test_an_index_that_leaves_the_folder_is_refused(place: Place):
 def test_lm_head_may_be_left_out_of_a_quantisation_in_any_of_its_words(place: Place, ignore):
     quantised(place, ignore=ignore)
     assert verdicts(place)["verifier-tables-unquantised"].state == "ok"
+
+
+def test_files_of_mistral_s_format_are_told_as_those_that_vllm_takes(place: Place):
+    (place.model / "consolidated.safetensors").write_bytes(shard(place).read_bytes())
+    assert (
+        "vLLM loads consolidated.safetensors in" in verdicts(place)["verifier-index-current"].text
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "like", "what"),
+    [
+        ("vision_model.embed_tokens.weight", EMBED, "embedding"),
+        ("talker.lm_head.weight", HEAD, "lm_head"),
+        ("mtp.lm_head.weight", HEAD, "lm_head"),
+    ],
+)
+def test_a_table_of_another_part_is_not_the_language_model_s(place: Place, name, like, what):
+    beside(place, name, like)
+    assert place.facts().verifier.stored_table(what) == like
+    assert not any(v.problems for v in verdicts(place).values())
+
+
+def test_layers_of_other_names_are_passed_over(place: Place):
+    names = json.loads((place.model / INDEX).read_text())["weight_map"]
+    for name in [n for n in names if ".layers." in n]:
+        rewrite(place, name, lambda t, n=name: {n.replace(".layers.", ".blocks."): t})
+    found = verdicts(place)
+    assert found["verifier-layers"].state == "not concerned"
+    assert not any(v.problems for v in found.values())
+
+
+def test_layers_above_the_model_s_are_told_unless_they_predict_further_tokens(place: Place):
+    beside(place, "language_model.model.layers.4.eh_proj.weight")
+    assert "1 layers above" in verdicts(place)["verifier-layers"].text
+    place.change_text(num_nextn_predict_layers=1)
+    assert not verdicts(place)["verifier-layers"].text

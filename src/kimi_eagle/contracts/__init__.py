@@ -12,6 +12,7 @@ from kimi_eagle.contracts.rule import RULES, Rule
 
 BOUNDARIES = (
     "verifier",
+    "verifier_tables",
     "tokenizer",
     "template",
     "layers",

@@ -62,7 +62,7 @@ def source(facts: Facts) -> str:
     "tokenizer_config.json of the directory.",
     fix="set [template] chat_template to a Jinja file",
     stages=USED,
-    after=("verifier-config",),
+    after=("verifier-settings",),
 )
 def present(facts: Facts) -> Iterator[Problem]:
     if not source(facts):
@@ -109,7 +109,7 @@ def arguments(facts: Facts) -> Iterator[Problem]:
     fix="use the checkpoint's own tokenizer code (trust_remote_code = true), or set "
     "[template] tools = false",
     stages=USED,
-    after=("template-present", "tokenizer-own-code"),
+    after=("template-present", "tokenizer-own-code", "tokenizer-code-present"),
 )
 def tools_own_code(facts: Facts) -> Iterator[Problem]:
     if "tools_ts_str" not in source(facts):

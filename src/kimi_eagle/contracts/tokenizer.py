@@ -37,7 +37,7 @@ decomposed letters, joined emoji, blanks and line ends."""
     how=f"One of {', '.join(VOCABULARY_FILES)}, and no git-LFS pointer in its place.",
     fix="copy the tokenizer's files beside the weights",
     stages=(*USED, "vocab"),
-    after=("verifier-config",),
+    after=("verifier-settings",),
 )
 def present(facts: Facts) -> Iterator[Problem]:
     folder = facts.verifier.path
@@ -144,7 +144,7 @@ def code_text(verifier: Verifier) -> str:
     "once; concerns the model type kimi_k25.",
     fix="copy preprocessor_config.json from the published checkpoint",
     stages=("regenerate", "extract", "benchmark"),
-    after=("verifier-config",),
+    after=("verifier-settings",),
 )
 def image_processor(facts: Facts) -> Iterator[Problem]:
     verifier = facts.verifier

@@ -5,16 +5,21 @@ Everything here is read from names, sizes and headers (modelfiles.py), never fro
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any
 
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
 from kimi_eagle.errors import UsageError
 from kimi_eagle.modelfiles import Cut, Missing, Pointer
-from kimi_eagle.verifier import INDEX, TABLES, Verifier
+from kimi_eagle.verifier import INDEX, SINGLE, TABLES, Verifier
 
+SETTINGS = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 ALL = ("regenerate", "prepare", "extract", "vocab", "train", "benchmark")
 LOADED = ("regenerate", "extract", "train", "benchmark")
 """Stages that read weights: train takes embedding and lm_head."""
@@ -44,8 +49,8 @@ def directory(facts: Facts) -> Iterator[Problem]:
 
 @rule(
     "verifier-config",
-    what="config.json says hidden size, number of layers and vocabulary size.",
-    why="Every other rule, the shape of the draft and of the states stand on these three; an empty "
+    what="config.json says hidden size, number of layers, vocabulary size and positions.",
+    why="Every other rule, the shape of the draft and of the states stand on these four; an empty "
     "or cut config.json is what an interrupted download leaves.",
     how="Parsed; of a model with several parts the values of text_config count.",
     fix="fetch config.json again",
@@ -55,7 +60,27 @@ def directory(facts: Facts) -> Iterator[Problem]:
 def config(facts: Facts) -> Iterator[Problem]:
     verifier = facts.verifier
     verifier.hidden_size, verifier.num_layers, verifier.vocab_size  # noqa: B018  they raise
+    verifier.context_length  # noqa: B018
     yield from ()
+
+
+@rule(
+    "verifier-settings",
+    what="The settings beside config.json, where there are any, can be read.",
+    why="Tokenizer, template, stop tokens and processors stand on them; a cut one or a git-LFS "
+    "pointer in its place is what an interrupted copy leaves, and an error of each stage.",
+    how=f"{', '.join(SETTINGS)}: UTF-8 without a byte order mark (transformers 5.17.0 refuses "
+    "one), a JSON object.",
+    fix="fetch that file again",
+    stages=ALL,
+    after=("verifier-config",),
+)
+def settings(facts: Facts) -> Iterator[Problem]:
+    for name in SETTINGS:
+        try:
+            facts.verifier.settings(name)
+        except UsageError as e:
+            yield Problem(e.what, e.where, e.expected, e.fix)
 
 
 @rule(
@@ -88,7 +113,7 @@ def not_a_draft(facts: Facts) -> Iterator[Problem]:
     "trust_remote_code = true alone, for nothing is run without it.",
     fix='copy the module into the directory and drop "owner/name--" from auto_map',
     stages=ALL,
-    after=("verifier-config",),
+    after=("verifier-settings",),
 )
 def no_hub_code(facts: Facts) -> Iterator[Problem]:
     verifier = facts.verifier
@@ -225,138 +250,64 @@ def index_current(facts: Facts) -> Iterator[Problem | Note]:
     size = sum(verifier.data_bytes.values())
     if isinstance(told, int) and told != size:
         yield Note(f"the index says {told:,} bytes, its files hold {size:,}")
-    if others := {p.name for p in verifier.path.glob("*.safetensors")} - set(verifier.headers):
+    yield from _others(verifier)
+
+
+def _others(verifier: Verifier) -> Iterator[Problem | Note]:
+    """What vLLM 0.31.0 makes of files that no index names (default_loader.py, _prepare_weights)."""
+    others = {p.name for p in verifier.path.glob("*.safetensors")} - set(verifier.headers)
+    if mistral := {name for name in others if name.startswith("consolidated")}:
+        yield Note(f"vLLM loads {min(mistral)} in the place of {min(verifier.headers)}")
+    elif others and (verifier.path / INDEX).is_file():
         yield Note(f"{len(others)} safetensors files are not in the index: vLLM leaves them out")
-
-
-# -- embedding, lm_head and norm -----------------------------------------------------------------
-
-
-@rule(
-    "verifier-tables-found",
-    what="Embedding and lm_head are found, under whatever prefix.",
-    why="Kimi-K2.5 nests them (language_model.model.embed_tokens.weight); speculators 0.3.0 wanted "
-    "exact names and failed, 0.9.0 (utils/loading.py) tries exact name, suffix, alias. Training "
-    "would stop at its first step, after the whole extraction.",
-    how="Suffixes embed_tokens.weight, wte.weight, word_embeddings.weight and lm_head.weight in "
-    "the index; no lm_head where config.json ties it to the embedding.",
-    fix="use a checkpoint in Hugging Face's names",
-    stages=("extract", "train"),
-    after=("verifier-config", "verifier-index-current"),
-)
-def tables_found(facts: Facts) -> Iterator[Problem]:
-    for what in TABLES:
-        facts.verifier.stored_table(what)
-    yield from ()
-
-
-@rule(
-    "verifier-tables-unquantised",
-    what="Embedding and lm_head are stored in floating point.",
-    why="The draft takes them over as they are, and the loss is computed with lm_head: speculators "
-    "0.9.0 copies the tensor named and knows no scales, so packed values would be taken for "
-    "weights or not be found.",
-    how="dtype in the header; a compressed-tensors quantization_config that targets one of them "
-    "without ignoring it is a fault, too: vLLM 0.31.0 and transformers would look for packed "
-    "weights that are not there.",
-    fix="use a checkpoint whose quantisation leaves embedding and lm_head alone",
-    stages=("extract", "train"),
-    after=("verifier-tables-found",),
-)
-def tables_unquantised(facts: Facts) -> Iterator[Problem]:
-    verifier = facts.verifier
-    for what in TABLES:
-        name = verifier.stored_table(what)
-        verifier.check_float(what, name)
-        if targeted := _targeted(verifier, what, name.removesuffix(".weight")):
-            yield Problem(
-                f"quantization_config targets {what} ({targeted}), which is stored unquantised",
-                where=str(verifier.path / "config.json"),
-                expected="it in quantization_config.ignore",
-            )
-
-
-def _targeted(verifier: Verifier, what: str, module: str) -> str:
-    """The target of a compressed-tensors configuration that covers a module, else ""."""
-    for part in (verifier.text_config, verifier.config):
-        section = part.get("quantization_config")
-        if not isinstance(section, dict) or section.get("quant_method") != "compressed-tensors":
-            continue
-        kinds = {"lm_head": ("Linear",), "embedding": ("Embedding",)}[what]
-        if any(_matches(entry, module, kinds) for entry in section.get("ignore") or ()):
-            return ""
-        groups = section.get("config_groups") or {}
-        for group in groups.values():
-            for target in group.get("targets") or ():
-                if _matches(target, module, kinds):
-                    return target
-    return ""
-
-
-def _matches(entry: Any, module: str, kinds: tuple[str, ...]) -> bool:
-    """compressed-tensors' rule: a class name, a module's name (here by any prefix), or re:PATTERN
-    matched from the start of the name."""
-    if not isinstance(entry, str):
-        return False
-    if entry.startswith("re:"):
-        return re.match(entry[3:], module) is not None
-    return entry in kinds or module == entry or module.endswith(f".{entry}")
-
-
-@rule(
-    "verifier-tables-shape",
-    what="Embedding and lm_head are [vocab_size, hidden_size].",
-    why="A checkpoint with added tokens and an old config.json (or one padded for tensor parallel) "
-    "loads in no two libraries alike; ids above the shorter one are out of range on the GPU, "
-    "which shows as a device-side assert without a name.",
-    how="Shapes in the headers against config.json.",
-    fix="let vocab_size and hidden_size in config.json say what the matrices are",
-    stages=("extract", "train"),
-    after=("verifier-tables-unquantised",),
-)
-def tables_shape(facts: Facts) -> Iterator[Problem]:
-    for what in TABLES:
-        facts.verifier.check_shape(what, facts.verifier.stored_table(what))
-    yield from ()
-
-
-@rule(
-    "verifier-tied",
-    what="Where no lm_head is stored, the configuration says once that it is the embedding.",
-    why="text_config and the outer config.json may disagree: transformers 5.17.0 ties by one and "
-    "vLLM 0.31.0 by the other, and an untied lm_head that no file holds stays random.",
-    how="tie_word_embeddings of both, where no lm_head is stored. One that is stored although tied "
-    "is told.",
-    fix="set tie_word_embeddings = true in both",
-    stages=("extract", "train"),
-    after=("verifier-tables-found",),
-)
-def tied(facts: Facts) -> Iterator[Problem | Note]:
-    verifier = facts.verifier
-    stored = verifier.stored_table("lm_head") != verifier.stored_table("embedding")
-    places = (verifier.text_config, verifier.config)
-    said = {bool(p["tie_word_embeddings"]) for p in places if "tie_word_embeddings" in p}
-    if stored and verifier.tied:
-        yield Note("lm_head is stored although tied to the embedding: the stored one is used")
-    if not stored and len(said) > 1:
+    elif others:
         yield Problem(
-            "tie_word_embeddings differs between config.json and its text_config",
-            where=str(verifier.path / "config.json"),
-            expected="one answer, for no lm_head is stored",
+            f"{min(others)} beside {SINGLE} and no index: vLLM loads both, one over the other",
+            where=str(verifier.path),
+            expected=f"{SINGLE} alone",
+            fix="move it elsewhere",
         )
 
 
 @rule(
-    "verifier-norm",
-    what="The final norm is found, [hidden_size].",
-    why="States after the last layer are kept before this norm (vLLM 0.31.0, "
-    "extract_hidden_states: id = number of layers); the probe and the loss apply it. speculators "
-    "0.3.0 left it out: the target agreed with the model's own argmax at 12.5% of positions.",
-    how="Suffix model.norm.weight (or transformer.ln_f.weight) in the index, shape in its header.",
-    fix="use a checkpoint in Hugging Face's names",
-    stages=("extract", "train"),
+    "verifier-layers",
+    what="Each of the verifier's layers has weights.",
+    why="A layer that neither index nor files name (a filtered copy, a config.json of another "
+    "size) stays as it was initialised: vLLM 0.31.0 counts what it loaded for unquantised models "
+    "alone (default_loader.py, load_weights). Of INT4 weights no error is seen, and answers and "
+    "states are another model's.",
+    how="Names beside the embedding's, PREFIX.layers.N. or PREFIX.h.N., for each N below "
+    "num_hidden_layers; layers above (MTP) are told. Other ways to name layers are passed over.",
+    fix="fetch index and weights again, or the config.json that belongs to them",
+    stages=LOADED,
     after=("verifier-config", "verifier-index-current"),
 )
-def norm(facts: Facts) -> Iterator[Problem]:
-    facts.verifier.norm_name()
-    yield from ()
+def layers(facts: Facts) -> Iterator[Problem | Note]:
+    verifier = facts.verifier
+    found, count = _stored_layers(verifier), verifier.num_layers
+    if missing := sorted(set(range(count)) - found):
+        more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+        yield Problem(
+            f"no tensor of layer {missing[0]}{more}",
+            where=str(verifier.path),
+            expected=f"layers 0 to {count - 1}, as num_hidden_layers {count} says",
+        )
+    more = len({n for n in found if n >= count})
+    if more > (verifier.text_config.get("num_nextn_predict_layers") or 0):
+        yield Note(f"{more} layers above num_hidden_layers {count} are stored")
+
+
+def _stored_layers(verifier: Verifier) -> set[int]:
+    """Numbers of the language model's layers of which a tensor is stored."""
+    try:
+        table = verifier.stored_table("embedding")
+    except UsageError:
+        raise NotConcerned("the embedding is not found, which says where layers are") from None
+    stem = next((table[: -len(s)] for s in TABLES["embedding"] if table.endswith(s)), None)
+    for word in ("layers.", "h.") if stem is not None else ():
+        at = stem + word
+        skip = len(at)
+        names = {n[skip : n.find(".", skip)] for n in verifier.weight_map if n.startswith(at)}
+        if found := {int(n) for n in names if n.isdecimal()}:
+            return found
+    raise NotConcerned("its layers are named in another way")
