@@ -30,13 +30,18 @@ def two_gpus_of_one(place: Place) -> None:
     place.recipe["engine"]["tp"] = 2
 
 
-def group_across_ranks(place: Place) -> None:
-    """INT4 experts of width 32 in groups of 32: one group cannot lie on two ranks."""
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+def int4_in_groups(place: Place, size: int) -> None:
+    """INT4 experts of width 32 in groups of so many values."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     ignore = ["re:.*"]  # what the stand-in's own weights are
     quantised = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ignore}
     place.change_text(quantization_config=quantised)
+
+
+def group_across_ranks(place: Place) -> None:
+    """One group cannot lie on two ranks."""
+    int4_in_groups(place, 32)
     place.recipe["engine"]["tp"] = 2
 
 
@@ -73,7 +78,13 @@ def versions(**changed: str) -> Callable[[Place], None]:
 
 CASES = [
     Case("engine-tp-divides", engine(tp=3), "tp 3 does not divide attention heads (4)"),
-    Case("engine-tp-divides", group_across_ranks, "the experts' 1 groups of 32"),
+    Case("engine-tp-divides", group_across_ranks, "the experts' 1 groups of 32; expected one of 1"),
+    Case(
+        "engine-tp-divides",
+        lambda place: int4_in_groups(place, 64),
+        "the experts' width (32) into groups of 64; expected a checkpoint that some tp divides",
+        lambda place: int4_in_groups(place, 32),
+    ),
     Case("engine-on-a-node", two_gpus_of_one, "tp 2 x pp 1 = 2 GPUs", engine(tp=2)),
     Case("engine-pipeline", engine("extract", pp=2), "pp 2", engine("regenerate", pp=2)),
     Case("engine-context", too_long, "max_model_len 5000"),

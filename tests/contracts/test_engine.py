@@ -163,6 +163,9 @@ def test_memory_of_a_gpu_type(name: str, gib: float | None):
         ("535.104", "12.9", True),
         ("470.1", "12.4", False),
         ("470.1", "99.0", True),  # a CUDA of which we know nothing
+        ("", "13.0", True),  # nothing known is no fault
+        ("unknown", "13.0", True),
+        ("580.65.06", "", True),
     ],
 )
 def test_drivers(driver: str, cuda: str, fine: bool):

@@ -54,10 +54,12 @@ def tp_divides(facts: Facts) -> Iterator[Problem]:
     for engine, where in engines(facts).items():
         if faults := undivided(facts, engine.tp):
             good = [str(t) for t in (1, 2, 4, 8, 16, 32, 64) if not undivided(facts, t)]
+            none = "a checkpoint that some tp divides: for this one there is none up to 64"
             yield Problem(
                 f"tp {engine.tp} does not divide {' and '.join(faults)}",
                 where=f"{facts.recipe.name}: {where}",
-                expected=f"one of {', '.join(good)}",
+                expected=f"one of {', '.join(good)}" if good else none,
+                fix="" if good else "use a checkpoint whose sizes and groups vLLM can split",
             )
 
 
@@ -82,7 +84,10 @@ def undivided(facts: Facts, tp: int) -> list[str]:
         faults.append(f"key-value heads ({kv_heads})")
     width, group = text.get("moe_intermediate_size"), _group_size(text, facts.verifier.config)
     if width and group and width % tp == 0 and (width // tp) % group:
-        faults.append(f"the experts' {width // group} groups of {group}")
+        groups = f"width ({width}) into groups of {group}"
+        if width % group == 0:
+            groups = f"{width // group} groups of {group}"
+        faults.append(f"the experts' {groups}")
     return faults
 
 

@@ -205,9 +205,11 @@ DRIVERS = {13: 580, 12: 525, 11: 450}
 
 
 def driver_fault(driver: str, cuda: str) -> str | None:
-    """What is wrong with a driver ("570.86.10") for a build of torch for CUDA ("13.0")."""
-    least = DRIVERS.get(int(cuda.partition(".")[0]))
-    if least is None or int(driver.partition(".")[0]) >= least:
+    """What is wrong with a driver ("570.86.10") for a build of torch for CUDA ("13.0"); None where
+    nothing is, or where one of the two is no version that we can read."""
+    own, built = (re.match(r"\d+", text) for text in (driver, cuda))
+    least = DRIVERS.get(int(built[0])) if built else None
+    if own is None or least is None or int(own[0]) >= least:
         return None
     return f"driver {driver} under CUDA {cuda}: expected {least} or newer"
 
@@ -224,7 +226,7 @@ def driver_fault(driver: str, cuda: str) -> str | None:
 )
 def driver(facts: Facts) -> Iterator[Problem]:
     found, (cuda, _) = facts.driver, facts.cuda
-    if found is None or cuda is None:
+    if not found or cuda is None:
         raise NotConcerned("no NVIDIA driver here, or a build of torch without CUDA")
     if fault := driver_fault(found, cuda):
         what, _, expected = fault.partition(": expected ")
