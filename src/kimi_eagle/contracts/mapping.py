@@ -14,7 +14,7 @@ import numpy as np
 
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import RULES, NotConcerned, Note, Problem, rule
-from kimi_eagle.contracts.tokenizer import _added as added
+from kimi_eagle.contracts.tokenizer import added_tokens as added
 from kimi_eagle.errors import RunError
 from kimi_eagle.vocab import VocabMapping, offset_fault
 
@@ -95,7 +95,7 @@ def special_fit(facts: Facts) -> Iterator[Problem]:
     if section.mapping or facts.recipe.train.from_:
         raise NotConcerned("the recipe brings a mapping along")
     if facts.lacks("transformers"):
-        told = {*added(verifier).values(), *verifier.eos_ids}
+        told = {*added_tokens(verifier).values(), *verifier.eos_ids}
         special = {i for i in told if i < verifier.vocab_size}
     else:
         special = set(special_ids(verifier))

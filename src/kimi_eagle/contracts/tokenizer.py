@@ -175,7 +175,7 @@ def image_processor(facts: Facts) -> Iterator[Problem]:
 )
 def ids_in_range(facts: Facts) -> Iterator[Problem]:
     verifier = facts.verifier
-    ids = {**_vocabulary(verifier), **_added(verifier)}
+    ids = {**_vocabulary(verifier), **added_tokens(verifier)}
     if ids and (last := max(ids.values())) >= verifier.vocab_size:
         token = next(t for t, i in ids.items() if i == last)
         yield Problem(
@@ -199,7 +199,7 @@ def _vocabulary(verifier: Verifier) -> dict[str, int]:
     return {}
 
 
-def _added(verifier: Verifier) -> dict[str, int]:
+def added_tokens(verifier: Verifier) -> dict[str, int]:
     """Added token -> id, as tokenizer.json and tokenizer_config.json say."""
     told = verifier.settings(SETTINGS).get("added_tokens_decoder") or {}
     found = {entry.get("content", ""): int(i) for i, entry in told.items()}
@@ -236,7 +236,7 @@ def eos(facts: Facts) -> Iterator[Problem | Note]:
         yield Problem(f"eos_token_id {bad[0]} is no token", where, expected)
     token = verifier.settings(SETTINGS).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
-    own = _added(verifier).get(token) if token else None
+    own = added_tokens(verifier).get(token) if token else None
     if own is not None and own not in ids:
         yield Problem(
             f"the tokenizer's eos_token {token} ({own}) is not among the model's {list(ids)}",
