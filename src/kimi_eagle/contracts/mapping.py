@@ -14,7 +14,7 @@ import numpy as np
 
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import RULES, NotConcerned, Note, Problem, rule
-from kimi_eagle.contracts.tokenizer import added_tokens as added
+from kimi_eagle.contracts.tokenizer import added_tokens
 from kimi_eagle.errors import RunError
 from kimi_eagle.vocab import VocabMapping, offset_fault
 
