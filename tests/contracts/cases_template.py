@@ -58,8 +58,32 @@ def idle(place: Place) -> None:
     template(place, TEMPLATE.replace("<think></think>", "<think>"))
 
 
+ANSWER = "{{ m.content }}<|im_end|>{%- else -%}"
+
+
 def other_end(place: Place) -> None:
-    template(place, TEMPLATE.replace("<|im_end|>", "</think>"))
+    """After an answer alone: elsewhere the text still names the end of turn."""
+    assert ANSWER in TEMPLATE.replace("\n", "")
+    template(place, TEMPLATE.replace(ANSWER, ANSWER.replace("<|im_end|>", "</think>")))
+
+
+def no_generation_config(place: Place) -> None:
+    """As Kimi-K2.5 without it: [EOS] alone is left."""
+    eos_in_generation_alone(place)
+    (place.model / "generation_config.json").unlink()
+    settings(place, eos_token="[EOS]")
+
+
+def by_variable(place: Place) -> None:
+    """The template writes eos_token, by whatever name: nothing to say of its text."""
+    no_generation_config(place)
+    template(place, TEMPLATE.replace("<|im_end|>", "{{ eos_token }}"))
+
+
+def code_missing(place: Place) -> None:
+    """The fault is the missing file, which tokenizer-code-present tells."""
+    with_own_code(place)
+    (place.model / "tokenization_own.py").unlink()
 
 
 def eos_in_generation_alone(place: Place) -> None:
@@ -71,6 +95,7 @@ def end_not_stopped_at(place: Place) -> None:
     """The end of turn in config.json, which vLLM does not read where generation_config.json is."""
     change_json(place, "generation_config.json", eos_token_id=EOS)
     settings(place, eos_token="[EOS]")
+    template(place, "[EOS]" + TEMPLATE)
 
 
 CASES = [
@@ -79,6 +104,8 @@ CASES = [
     Case("template-arguments", other_name, "'enable_thinking' is never read"),
     Case("template-arguments", further, "'today' is never read", good=read_further),
     Case("template-tools-own-code", converted, "tools_ts_str, which no code sets", with_own_code),
+    Case("tokenizer-code-present", code_missing, "lacks tokenization_own.py", good=with_own_code),
+    Case("template-writes-eos", no_generation_config, "never writes [EOS]"),
     Case("template-renders", refuses, "no such role", heavy=True),
     Case("template-renders", not_read, "never read", heavy=True),
     Case("template-thinking", idle, "render the same prompt", heavy=True),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
-from kimi_eagle.contracts.tokenizer import code_text
+from kimi_eagle.contracts.tokenizer import added_tokens, code_text, eos_token
 from kimi_eagle.errors import RowError, UsageError
 from kimi_eagle.verifier import Verifier
 
@@ -124,6 +124,39 @@ def tools_own_code(facts: Facts) -> Iterator[Problem]:
         )
 
 
+@rule(
+    "template-writes-eos",
+    what="The template writes a token at which the engine stops.",
+    why="vLLM 0.31.0 stops at the tokenizer's eos and those of generation_config.json, else of "
+    "config.json. Kimi-K2.5 names [EOS] in config.json, which its template never writes, and "
+    "<|im_end|> in generation_config.json: without that file every answer runs to max_tokens, "
+    "counts as truncated, and prepare leaves all of it out.",
+    how="Texts of the eos tokens, by the tokenizer's files, in the template's text; a template "
+    "that reads eos_token or writes no special token at all is passed over. What really ends an "
+    "answer is seen where transformers is (template-ends-turn).",
+    fix="put back the checkpoint's generation_config.json: its eos_token_id names the end of turn",
+    stages=USED,
+    after=("template-present", "tokenizer-eos"),
+)
+def writes_eos(facts: Facts) -> Iterator[Problem]:
+    verifier, text = facts.verifier, source(facts)
+    if re.search(r"\beos_token\b", text):
+        raise NotConcerned("the template writes the tokenizer's eos_token")
+    texts = {i: token for token, i in added_tokens(verifier).items() if token}
+    written = [token for token in texts.values() if token in text]
+    own = eos_token(verifier)
+    stops = [texts.get(i) for i in sorted(stop_ids(verifier) if own else verifier.eos_ids)]
+    stops += [own] if own and own not in stops else []
+    if not written or None in stops:
+        raise NotConcerned("no special tokens in the template, or an eos without a name")
+    if not any(token in text for token in stops):
+        yield Problem(
+            f"the template never writes {' or '.join(stops)}, at which the engine stops",
+            where=_where(facts),
+            expected=f"the one that ends its turns, of {', '.join(written[:8])}",
+        )
+
+
 # -- rendered ------------------------------------------------------------------------------------
 
 
@@ -199,7 +232,7 @@ def thinking(facts: Facts) -> Iterator[Problem]:
     fix="name that token in eos_token_id of generation_config.json",
     needs=("transformers",),
     stages=USED,
-    after=("template-renders", "tokenizer-eos"),
+    after=("template-renders", "tokenizer-eos", "template-writes-eos"),
 )
 def ends_turn(facts: Facts) -> Iterator[Problem]:
     template = facts.template

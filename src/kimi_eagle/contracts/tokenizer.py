@@ -234,8 +234,7 @@ def eos(facts: Facts) -> Iterator[Problem | Note]:
     if bad := [i for i in ids if not 0 <= i < verifier.vocab_size]:
         expected = f"ids from 0 to {verifier.vocab_size - 1}"
         yield Problem(f"eos_token_id {bad[0]} is no token", where, expected)
-    token = verifier.settings(SETTINGS).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
+    token = eos_token(verifier)
     own = added_tokens(verifier).get(token) if token else None
     if own is not None and own not in ids:
         yield Problem(
@@ -250,6 +249,13 @@ def eos(facts: Facts) -> Iterator[Problem | Note]:
             f"answers end at {sorted(generation)} by generation_config.json and at "
             f"{_config_eos(verifier)} by config.json: both are taken"
         )
+
+
+def eos_token(verifier: Verifier) -> str:
+    """Text of the tokenizer's eos as its settings name it, else ""."""
+    token = verifier.settings(SETTINGS).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
 
 
 def _config_eos(verifier: Verifier) -> list[int]:
