@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from drafts import (
@@ -11,9 +12,12 @@ from drafts import (
     TOKENS,
     D,
     Draft,
+    both,
     good,
     latent,
     other_format,
+    pickled,
+    published,
     rename,
     set_config,
     set_layer,
@@ -117,6 +121,74 @@ def counted_slice(place: Place) -> None:
     place.given["mapping"] = replace(found, coverage=1.0)
 
 
+def named(name: str, model_type: str):
+    """Flat, under another name."""
+
+    def change(draft: Draft) -> None:
+        other_format(draft)
+        draft.config |= {"architectures": [name], "model_type": model_type}
+        del draft.config["draft_vocab_size"]
+
+    return change
+
+
+def named_latent(draft: Draft) -> None:
+    """The name of a whole model before which vLLM puts Eagle3."""
+    latent(draft)
+    draft.config["architectures"] = ["DeepseekV3ForCausalLM"]
+
+
+def bare_name(draft: Draft) -> None:
+    published(draft)
+    draft.config["architectures"] = ["LlamaForCausalLM"]
+
+
+def dflash(draft: Draft) -> None:
+    draft.config |= {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]}
+
+
+def narrow(draft: Draft) -> None:
+    """Its own width is another than the verifier's."""
+    published(draft)
+    draft.config |= {"hidden_size": 32, "target_hidden_size": 64}
+    for name, (kind, shape, data) in draft.tensors.items():
+        halved = {64: 32, 128: 64} if name.endswith("_proj.weight") else {64: 32}
+        if name not in ("d2t", "t2d", "fc.weight"):
+            draft.tensors[name] = kind, narrowed(name, shape, halved), data
+    draft.tensors["fc.weight"] = "BF16", [32, 3 * 64], None
+
+
+def narrowed(name: str, shape: list[int], halved: dict[int, int]) -> list[int]:
+    if any(part in name for part in ("q_proj", "k_proj", "v_proj")):
+        return [shape[0], halved[shape[1]]]
+    if any(part in name for part in ("gate_proj", "up_proj")):
+        return [shape[0], 32]
+    if any(part in name for part in ("o_proj", "down_proj")):
+        return [32, shape[1]]
+    return [*shape[:-1], 32]
+
+
+def the_verifier(place: Place) -> None:
+    place.given["draft"] = place.model
+
+
+def another_verifier(draft: Draft) -> None:
+    """A directory that is there, with another model."""
+    section = draft.config["speculators_config"]["verifier"]
+    other = Path(section["name_or_path"]).parent / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    section["name_or_path"] = str(other)
+
+
+def flags_bf16(draft: Draft) -> None:
+    draft.tensors["t2d"] = "BF16", [VOCAB], None
+
+
+YARN = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 64}
+"""Without mscale."""
+
+
 def case(rule: str, change, says: str) -> Case:
     return Case(rule, with_draft(change), says, with_draft())
 
@@ -172,4 +244,48 @@ CASES = [
     case("draft-t2d", d2t(D2T, np.roll(T2D, 1)), "others than those of d2t"),
     Case("draft-mapping-current", stale, "not the run's mapping", with_draft()),
     Case("draft-complete", cut_weights, "by its header", whole_vocabulary),
+    Case("draft-complete", cut_weights, "by its header", pickled),
+    case("draft-complete", set_config(eagle_aux_hidden_state_layer_ids="1,2,3"), "'1,2,3'"),
+    case("draft-complete", set_config(eagle_aux_hidden_state_layer_ids=3), "layer_ids 3"),
+    case("draft-complete", set_layer(num_attention_heads="4"), "num_attention_heads '4'"),
+    case("draft-complete", set_layer(max_position_embeddings="4096"), "'4096'"),
+    *(
+        Case("draft-kind", with_draft(named(name, model_type)), says, with_draft(fine))
+        for name, model_type, says, fine in (
+            ("DeepSeekMTPModel", "deepseek_mtp", "multi-token prediction", published),
+            ("EagleDeepSeekMTPModel", "eagle", "first generation", named_latent),
+            ("DeepseekV3ForCausalLM", "deepseek_v3", "no draft but a model", bare_name),
+            ("KimiK25ForConditionalGeneration", "kimi_k25", "no draft but a model", dflash),
+        )
+    ),
+    Case("draft-kind", the_verifier, "no draft but a model of kind KimiK25", with_draft(narrow)),
+    case("draft-verifier-path", another_verifier, "names another verifier"),
+    Case(
+        "draft-rope-layouts",
+        with_draft(set_layer(rope_scaling={"type": "default"}, rope_theta=5e4)),
+        "rope_type is yarn in rope_parameters and default",
+        with_draft(published),
+    ),
+    case("draft-rope-layouts", set_layer(rope_scaling=YARN, rope_theta=5e4), "mscale is 1.0"),
+    case("draft-rope-layouts", set_rope(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+    case("draft-rope-theta", set_layer(rope_parameters=None), "no rotary parameters"),
+    case("draft-norms", set_layer(rms_norm_eps=1e-6), "rms_norm_eps 1e-06"),
+    case("draft-norms", set_config(norm_before_residual=False), "norm_before_residual False"),
+    case("draft-tokens", set_layer(eos_token_id=[259]), "eos_token_id [259]"),
+    Case(
+        "draft-tokens",
+        with_draft(set_layer(bos_token_id=1)),
+        "bos_token_id 1",
+        with_draft(set_layer(eos_token_id=[258])),
+    ),
+    Case(
+        "draft-dtype",
+        with_draft(set_config(dtype="torch.float32")),
+        "says float32",
+        with_draft(set_config(dtype="torch.bfloat16")),
+    ),
+    case("draft-d2t-present", flags_bf16, "t2d is BF16"),
+    case("draft-d2t-present", both(published, rename("d2t", None)), "no d2t"),
+    case("draft-d2t-offsets", both(published, d2t(TOKENS)), "absolute token ids"),
+    case("draft-tensor-shapes", both(published, set_config(head_dim=8)), "midlayer.self_attn"),
 ]

@@ -13,8 +13,10 @@ from drafts import (
     Draft,
     latent,
     other_format,
+    rename,
     set_config,
     set_layer,
+    set_rope,
     starting,
 )
 from drafts import mapping as mapping_of
@@ -101,6 +103,44 @@ def without_d2t(draft: Draft) -> None:
     del draft.tensors["d2t"], draft.tensors["t2d"]
 
 
+def verifier_as_start(place: Place) -> None:
+    train(**{"from": str(place.model)})(place)
+
+
+def without_q(draft: Draft) -> None:
+    del draft.tensors["layers.0.self_attn.q_proj.weight"]
+
+
+def short_d2t(draft: Draft) -> None:
+    draft.set_d2t(D2T[:100])
+
+
+def d2t_of_floats(draft: Draft) -> None:
+    draft.tensors["d2t"] = "F32", [D], D2T.astype("<f4").tobytes()
+
+
+def on_two_gpus(place: Place) -> None:
+    """Three heads, which are all right on one."""
+
+    def change(draft: Draft) -> None:
+        set_layer(num_attention_heads=3, num_key_value_heads=3)(draft)
+        for part in "qkv":
+            draft.tensors[f"layers.0.self_attn.{part}_proj.weight"] = "BF16", [48, 128], None
+        draft.tensors["layers.0.self_attn.o_proj.weight"] = "BF16", [64, 48], None
+
+    starting(change)(place)
+    place.recipe["train"]["draft"] = {}
+    place.recipe["benchmark"]["engine"] = {"tp": 2}
+
+
+def trained_otherwise(place: Place) -> None:
+    """A draft with the long table that a recipe gave it on purpose."""
+    rope = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 32.0}
+    rope["original_max_position_embeddings"] = 64
+    starting(set_layer(rope_parameters=rope))(place)
+    place.recipe["train"]["draft"]["rope"] = dict(rope)
+
+
 GOOD = starting()
 
 CASES = [
@@ -113,6 +153,13 @@ CASES = [
     ),
     Case("training-loss", train(loss="{}"), "no object of weights"),
     Case("training-loss", train(loss='{"ce": "much"}'), "weight of loss 'ce'"),
+    Case(
+        "training-loss",
+        train(loss='{"ce": NaN}'),
+        "weight of loss 'ce' is nan; expected a finite number",
+    ),
+    Case("training-loss", train(loss='{"tv": 1, "ce": 0}'), "weight of loss 'ce' is 0"),
+    Case("training-loss", train(loss='{"tv": -1}'), "weight of loss 'tv' is -1"),
     Case(
         "training-attention",
         train(device="cpu", attention="simple_flex_attention"),
@@ -176,5 +223,38 @@ CASES = [
         starting(lambda draft: draft.set_d2t(TOKENS)),
         "absolute token ids",
         starting(lambda draft: draft.set_d2t(D2T)),
+    ),
+    Case("training-from-complete", starting(set_layer(head_dim="16")), "head_dim '16'", GOOD),
+    Case("training-from-kind", verifier_as_start, "no draft but a model of kind KimiK25", GOOD),
+    Case("training-from-shape", shaped(layers=2), "layers is 2, the draft has 1", shaped(layers=1)),
+    Case("training-from-tensors", starting(without_q), "no layers.0.self_attn.q_proj", GOOD),
+    Case(
+        "training-from-tensors", starting(rename("fc.weight", "fc2.weight")), "no fc.weight", GOOD
+    ),
+    Case("training-from-tensor-shapes", starting(set_layer(head_dim=8)), "has shape", GOOD),
+    Case(
+        "training-from-shape",
+        shaped(rope={"rope_type": "default"}),
+        "train.draft.rope: rope_theta is 10000.0, the draft has 50000.0",
+        GOOD,
+    ),
+    Case("training-from-d2t-present", starting(d2t_of_floats), "d2t is F32", GOOD),
+    Case("training-from-tensor-shapes", starting(short_d2t), "d2t has shape [100]", GOOD),
+    Case("training-from-dtype", starting(lambda d: d.all_of_type("F16")), "is F16", GOOD),
+    Case("training-from-activation", starting(set_layer(hidden_act="gelu")), "'gelu'", GOOD),
+    Case("training-from-parallel", on_two_gpus, "num_attention_heads 3", GOOD),
+    Case(
+        "training-from-rope-layouts",
+        starting(set_layer(rope_scaling={"type": "linear", "factor": 2.0})),
+        "older layout",
+        GOOD,
+    ),
+    Case("training-from-rope-theta", starting(set_rope(rope_theta=777.0)), "theta 777.0", GOOD),
+    Case("training-from-yarn", starting(set_rope(mscale=None)), "mscale None", trained_otherwise),
+    Case(
+        "training-from-positions",
+        starting(set_layer(max_position_embeddings=128)),
+        "max_position_embeddings 128; expected at least 256",
+        GOOD,
     ),
 ]

@@ -202,3 +202,31 @@ def other_format(draft: Draft) -> None:
     layer = draft.config.pop("transformer_layer_config")
     del draft.config["speculators_model_type"]
     draft.config |= layer | {"architectures": ["LlamaForCausalLMEagle3"]}
+
+
+def published(draft: Draft) -> None:
+    """As SpecForge and the first authors publish it: flat, `midlayer`, no names of ours."""
+    other_format(draft)
+    for key in ("speculators_config", "eagle_aux_hidden_state_layer_ids"):
+        del draft.config[key]
+    for key in ("norm_before_fc", "norm_before_residual", "norm_output"):
+        del draft.config[key]
+    del draft.tensors["input_norm.weight"], draft.tensors["embed_tokens.weight"]
+    for name in [n for n in draft.tensors if n.startswith("layers.0.")]:
+        rename(name, name.replace("layers.0.", "midlayer."))(draft)
+
+
+def both(*changes: Callable[[Draft], None]) -> Callable[[Draft], None]:
+    def change(draft: Draft) -> None:
+        for one in changes:
+            one(draft)
+
+    return change
+
+
+def pickled(place: Place) -> None:
+    """Weights as torch wrote them long ago."""
+    with_draft(published)(place)
+    folder = place.path / "draft"
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"weights")

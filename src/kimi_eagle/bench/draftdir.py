@@ -1,9 +1,8 @@
 """A directory that should hold a draft model: what it is and how vLLM must be told to use it.
 
 Reads `config.json` and the names of the weight files, nothing else, and needs no torch: a wrong
-`--draft` is refused in milliseconds instead of after an engine's load. The price is a table of
-vLLM's methods kept here by hand; a draft of a method missing in it is refused though vLLM might
-load it.
+`--draft` is refused in milliseconds instead of after an engine's load. What is a draft stands in
+training/draftkind.py.
 """
 
 from __future__ import annotations
@@ -16,18 +15,7 @@ from typing import Any
 
 from kimi_eagle import files
 from kimi_eagle.errors import UsageError
-
-# speculators' own formats, as vllm/transformers_utils/configs/speculators/base.py (0.31.0) maps
-# them: peagle is eagle3 drafting in parallel, dflash2 runs as dflash.
-_SPECULATORS: dict[str, dict[str, Any]] = {
-    "eagle3": {"method": "eagle3"},
-    "peagle": {"method": "eagle3", "parallel_drafting": True},
-    "dflash": {"method": "dflash"},
-    "dflash2": {"method": "dflash"},
-    "dspark": {"method": "dspark"},
-}
-# Architectures of drafts in vLLM's own format; first substring found wins.
-_ARCHITECTURES = (("eagle3", "eagle3"), ("eagle", "eagle"), ("medusa", "medusa"))
+from kimi_eagle.training import draftkind
 
 
 @dataclass(frozen=True)
@@ -62,19 +50,8 @@ def open_draft(path: str | Path, verifier_path: str | Path | None = None) -> Dra
     """
     path = Path(path).expanduser().absolute()
     config = _config(path)
-    names = [str(a) for a in config.get("architectures") or []]
-    kind = config.get("speculators_model_type")
-    if kind is not None:
-        speculative = _SPECULATORS.get(kind)
-    else:
-        speculative = next(
-            (
-                {"method": method}
-                for part, method in _ARCHITECTURES
-                if any(part in name.lower() for name in names) or config.get("model_type") == method
-            ),
-            None,
-        )
+    names, kind = draftkind.architectures(config), config.get("speculators_model_type")
+    speculative = draftkind.speculative(config)
     if speculative is None:
         raise UsageError(
             f"not a draft model: {kind or ', '.join(names) or config.get('model_type')}",
@@ -84,8 +61,7 @@ def open_draft(path: str | Path, verifier_path: str | Path | None = None) -> Dra
         )
     if not _weights(path):
         raise UsageError("no weights", where=path, expected="*.safetensors or *.bin")
-    layer = config.get("transformer_layer_config")
-    layer = layer if isinstance(layer, dict) else config
+    layer = draftkind.layer_of(config)
     info = DraftInfo(
         path=path,
         speculative=dict(speculative),

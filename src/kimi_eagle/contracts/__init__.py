@@ -24,7 +24,9 @@ BOUNDARIES = (
     "draft_shape",
     "training",
     "draft",
+    "draft_values",
     "draft_weights",
+    "start",
     "drift",
 )
 """The files, in the order in which a run meets them."""

@@ -1,31 +1,32 @@
 """A draft directory: the run's own when the benchmark opens, or `check --draft DIR`.
 
 vLLM loads much that is wrong: most of these rules name a fault that costs acceptance and shows
-nowhere. Judged from config.json and the safetensors headers; what the weights hold is judged in
-draft_weights.py. What the shape should be is what the recipe and the verifier's config give, or
-the draft that training started from.
+nowhere. Judged from config.json and the safetensors headers; the numbers that no weight knows are
+judged in draft_values.py, the weights in draft_weights.py. What the shape should be is what the
+recipe and the verifier's config give, or the draft that training started from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 from kimi_eagle.contracts.draft_shape import (
-    YARN,
     latent_traps,
-    longest,
     split_faults,
     text_of,
 )
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
+from kimi_eagle.errors import KimiEagleError
+from kimi_eagle.training import draftkind
 from kimi_eagle.training.draftfiles import DraftFiles
-from kimi_eagle.training.shape import decoder_shape, rope_parameters
+from kimi_eagle.training.shape import decoder_shape, rope_parameters, text_config
+from kimi_eagle.verifier import Verifier
 
-METHODS = {
-    "eagle3": "eagle3",
+OTHERS = {
     "peagle": "eagle3 drafting in parallel",
     "latent": "a draft of latent-attention kind: it can be benchmarked, not trained",
 }
@@ -40,61 +41,102 @@ def draft_rule(id: str, *, after: tuple[str, ...] = (), **words: Any):  # noqa: 
 def ours(facts: Facts) -> DraftFiles:
     """The draft where it is in speculators' format with a decoder that we know."""
     draft = facts.draft_files
-    if draft.kind != "eagle3" or draft.layer_type not in ("llama", "qwen3"):
+    if draft.kind != "eagle3" or not draft.known_decoder:
         raise NotConcerned(f"a draft of kind {draft.kind}: vLLM alone can judge it")
     return draft
 
 
+def known(facts: Facts) -> DraftFiles:
+    """The draft in speculators' format or in vLLM's own, with a decoder that we know."""
+    return facts.draft_files if facts.draft_files.flat else ours(facts)
+
+
+def at_start(facts: Facts) -> Facts:
+    """The same facts, in which the draft is the one that training starts from."""
+    facts.start, facts.verifier  # noqa: B018  opened once, for both
+    view = copy(facts)
+    view.__dict__["draft_files"] = facts.start
+    return view
+
+
+def is_start(facts: Facts) -> bool:
+    """Whether these are facts of `at_start`."""
+    return facts.recipe.train.from_ is not None and facts.draft_files is facts.start
+
+
 def expected_shape(facts: Facts) -> dict[str, Any]:
-    """What the decoder of this draft should be: of the recipe, or of the draft it started from."""
-    if facts.recipe.train.from_ is not None:
+    """What the decoder of this draft should be: of the recipe; of the draft that it started from;
+    that one itself should have the verifier's positions."""
+    told, text = facts.recipe.train.draft, text_of(facts)
+    if facts.recipe.train.from_ is None:
+        return decoder_shape(told, facts.verifier.config)
+    if not is_start(facts):
         return facts.start.shape()
-    return decoder_shape(facts.recipe.train.draft, facts.verifier.config)
+    rope = dict(told.rope) if told.rope is not None else rope_parameters(text)
+    return facts.start.shape() | {"rope_parameters": rope}
 
 
-def _in_config(facts: Facts, what: str, expected: Any) -> Problem:
+def in_config(facts: Facts, what: str, expected: Any) -> Problem:
     return Problem(what, str(facts.draft_files.path / "config.json"), str(expected))
+
+
+def differs(facts: Facts, what: str, expected: Any) -> Problem | Note:
+    """A Problem, but for drafts in vLLM's own format: those were trained elsewhere, and what their
+    config says may be what they were trained with."""
+    if facts.draft_files.flat:
+        return Note(f"{what}, the recipe gives {expected}: right if it was trained so")
+    return in_config(facts, what, expected)
 
 
 @draft_rule(
     "draft-complete",
-    what="The draft directory has a config and whole safetensors weights.",
+    what="The draft directory has a config that can be read and whole weights.",
     why="A copy that was cut, a git-LFS pointer or a file that the index names and nobody copied "
     "stops vLLM after it has loaded the verifier, 600 GB for Kimi-K2.5.",
-    how="config.json is parsed, every header read and compared with its file's size.",
+    how="config.json is parsed and its numbers are numbers; every safetensors header is read and "
+    "compared with its file's size. *.bin alone, which vLLM loads, too, is not opened.",
     fix="copy the directory again, or export it again",
 )
 def complete(facts: Facts) -> Iterator[Problem]:
     draft = facts.draft_files
-    draft.config, draft.tensors  # noqa: B018  raise where they cannot be read
-    yield from ()
+    draft.config  # noqa: B018  raises where it cannot be read
+    if draft.pickled:
+        yield Note("the weights are *.bin alone: they are not opened here")
+    else:
+        draft.tensors  # noqa: B018  raises
 
 
 @draft_rule(
     "draft-kind",
-    what="The draft is an EAGLE-3 draft: vLLM's method for it is eagle3.",
+    what="The draft is of a kind that vLLM serves beside this verifier: EAGLE-3, by its method "
+    "eagle3, or another that the benchmark knows.",
     why="vLLM's method `eagle` (first generation) reads one state instead of three and knows no "
     "d2t. vLLM 0.31.0 takes the method from speculators_model_type (transformers_utils/configs/"
-    "speculators/base.py) or the architecture's name.",
-    how="speculators_model_type and architectures in config.json.",
-    fix='speculators_model_type must be "eagle3"; start vLLM with "method": "eagle3"',
+    "speculators/base.py) or the architecture's name; the verifier's own directory, or its layers "
+    "of multi-token prediction, are no draft for any of them.",
+    how="speculators_model_type, architectures and the decoder's model_type in config.json, by the "
+    "benchmark's table (training/draftkind.py).",
+    fix='give a draft directory: speculators_model_type "eagle3", or an architecture such as '
+    "LlamaForCausalLMEagle3",
     after=("draft-complete",),
 )
 def kind(facts: Facts) -> Iterator[Problem | Note]:
     draft = facts.draft_files
-    if draft.kind in METHODS:
-        if draft.kind != "eagle3":
-            yield Note(METHODS[draft.kind])
-        elif draft.layer_type not in ("llama", "qwen3"):
-            yield _in_config(
-                facts,
-                f"an eagle3 draft with a {draft.layer_type} decoder",
-                "llama: vLLM's eagle3_arch_map knows llama and qwen3",
-            )
-    elif not draft.config.get("speculators_model_type") and "eagle3" in draft.kind.lower():
-        yield Note(f"{draft.kind}: not speculators' format, only sizes are judged")
-    else:
-        yield _in_config(facts, f"a draft of kind {draft.kind}", "eagle3")
+    told = draftkind.speculative(draft.config)
+    if told is None:
+        yield in_config(facts, draftkind.in_words(draft.config), "an EAGLE-3 draft")
+    elif draft.config.get("speculators_model_type") == "eagle3" and not draft.known_decoder:
+        yield in_config(
+            facts,
+            f"an eagle3 draft with a {draft.layer_type} decoder",
+            "llama: vLLM's eagle3_arch_map knows llama and qwen3",
+        )
+    elif draft.kind in OTHERS:
+        yield Note(OTHERS[draft.kind])
+    elif draft.flat:
+        yield Note(f"{draft.kind}: vLLM's own format, judged as far as its config tells")
+    elif draft.kind != "eagle3":
+        yield Note(f"{draft.kind}: vLLM's method {told['method']}, only sizes are judged")
 
 
 @draft_rule(
@@ -102,17 +144,19 @@ def kind(facts: Facts) -> Iterator[Problem | Note]:
     what="The draft was made for this verifier's hidden size and vocabulary.",
     why="vLLM builds the draft from its own config and fails in the middle of loading, or shares "
     "an embedding whose rows mean other tokens.",
-    how="hidden_size and vocab_size of the draft's config against the verifier's.",
+    how="target_hidden_size, else hidden_size, and vocab_size of the draft's config against the "
+    "verifier's.",
     fix="give the draft of this verifier",
     after=("draft-kind",),
 )
 def fits_verifier(facts: Facts) -> Iterator[Problem]:
-    own, text = facts.draft_files.shape(), text_of(facts)
-    for key in ("hidden_size", "vocab_size"):
-        if own.get(key) is not None and own[key] != text.get(key):
+    draft, text = facts.draft_files, text_of(facts)
+    sizes = {"hidden_size": draft.target_hidden_size, "vocab_size": draft.shape().get("vocab_size")}
+    for key, own in sizes.items():
+        if own is not None and own != text.get(key):
             yield Problem(
-                f"a draft for another verifier: {key} {own[key]}",
-                where=str(facts.draft_files.path),
+                f"a draft for another verifier: {key} {own}",
+                where=str(draft.path),
                 expected=str(text.get(key)),
             )
             return
@@ -123,10 +167,10 @@ FITS = ("draft-complete", "draft-kind", "draft-fits-verifier")
 
 @draft_rule(
     "draft-verifier-path",
-    what="The draft names its verifier by an absolute path.",
+    what="The draft names its verifier, by an absolute path.",
     why="`vllm serve DRAFT` opens what it names: a relative path counts from the working "
     "directory, and where nothing lies there it is taken for a name on the hub.",
-    how="speculators_config.verifier.name_or_path.",
+    how="speculators_config.verifier.name_or_path; the config.json there against the verifier's.",
     fix="write the absolute path into config.json, or export again",
     after=FITS,
 )
@@ -141,6 +185,28 @@ def verifier_path(facts: Facts) -> Iterator[Problem | Note]:
         )
     elif not Path(named).is_dir():
         yield Note(f"its verifier {named} is not on this machine")
+    elif Path(named).resolve() != facts.verifier.path.resolve():
+        yield from _another(facts, Path(named))
+
+
+SAME = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+
+
+def _another(facts: Facts, named: Path) -> Iterator[Problem | Note]:
+    """The draft names another directory than the recipe: a copy, another quantisation, or another
+    model."""
+    try:
+        theirs = text_config(Verifier(named).config)
+    except (KimiEagleError, OSError):
+        yield Note(f"its verifier {named} cannot be read")
+        return
+    mine = text_of(facts)
+    if differs := [key for key in SAME if theirs.get(key) != mine.get(key)]:
+        key = differs[0]
+        says = f"it names another verifier, {named}: {key} {theirs.get(key)}"
+        yield in_config(facts, says, facts.verifier.path.resolve())
+    else:
+        yield Note(f"it names the verifier {named}, the recipe {facts.verifier.path}")
 
 
 @draft_rule(
@@ -155,7 +221,7 @@ def verifier_path(facts: Facts) -> Iterator[Problem | Note]:
 def layers(facts: Facts) -> Iterator[Problem]:
     own, wanted = ours(facts).aux_layers, list(facts.recipe.extract.layers[:-1])
     if own != wanted:
-        yield _in_config(facts, f"the draft reads layers {own}", wanted)
+        yield in_config(facts, f"the draft reads layers {own}", wanted)
 
 
 @draft_rule(
@@ -170,14 +236,14 @@ def layers(facts: Facts) -> Iterator[Problem]:
     after=FITS,
 )
 def head_dim(facts: Facts) -> Iterator[Problem | Note]:
-    own = ours(facts).shape().get("head_dim")
+    own = known(facts).shape().get("head_dim")
     wanted = expected_shape(facts)["head_dim"]
     try:
         _, traps = latent_traps(text_of(facts))
     except NotConcerned:
         traps = set()
     if own in traps and own != wanted:
-        yield _in_config(facts, f"head_dim {own}", wanted)
+        yield differs(facts, f"head_dim {own}", wanted)
     elif own != wanted:
         yield Note(f"head_dim {own}, the recipe gives {wanted}")
 
@@ -191,8 +257,8 @@ def head_dim(facts: Facts) -> Iterator[Problem | Note]:
     after=FITS,
 )
 def activation(facts: Facts) -> Iterator[Problem]:
-    if (own := ours(facts).shape()["hidden_act"]) != "silu":
-        yield _in_config(facts, f"hidden_act {own!r}", "silu")
+    if (own := known(facts).shape()["hidden_act"]) != "silu":
+        yield in_config(facts, f"hidden_act {own!r}", "silu")
 
 
 @draft_rule(
@@ -205,8 +271,11 @@ def activation(facts: Facts) -> Iterator[Problem]:
 )
 def parallel(facts: Facts) -> Iterator[Problem]:
     tp = facts.recipe.engine_for("benchmark").tp
-    if faults := split_faults(ours(facts).shape(), tp):
-        yield _in_config(facts, f"{', '.join(faults)} on {tp} GPUs", f"a multiple of tp = {tp}")
+    shape = known(facts).shape()
+    if not shape.get("intermediate_size"):
+        raise NotConcerned("the config tells no intermediate_size")
+    if faults := split_faults(shape, tp):
+        yield in_config(facts, f"{', '.join(faults)} on {tp} GPUs", f"a multiple of tp = {tp}")
 
 
 @draft_rule(
@@ -230,64 +299,6 @@ def full_attention(facts: Facts) -> Iterator[Problem | Note]:
         yield Problem(says, where=where, expected="full attention")
 
 
-def _rope(facts: Facts) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary parameters of the draft and those that it should have, in one form."""
-    return rope_parameters(ours(facts).layer), rope_parameters(expected_shape(facts))
-
-
-@draft_rule(
-    "draft-rope-theta",
-    what="The draft's rotary base is the one that it was trained with.",
-    why="It is in config.json alone, no weight knows it: 10,000 (llama's default, where the key is "
-    "lost) instead of Kimi-K2.5's 50,000 loads, and acceptance falls with the length of the text.",
-    how="rope_theta, in both layouts, against the recipe's shape.",
-    fix="correct rope_parameters in config.json",
-    after=FITS,
-)
-def rope_theta(facts: Facts) -> Iterator[Problem]:
-    own, wanted = (rope["rope_theta"] for rope in _rope(facts))
-    if own != wanted:
-        yield _in_config(facts, f"rope_theta {own}", wanted)
-
-
-@draft_rule(
-    "draft-yarn",
-    what="The draft stretches positions as in training: YaRN with the same numbers, or none.",
-    why="vLLM computes the rotary table from the draft's config. Without YaRN, or without its "
-    "mscale (vLLM below 0.30 ignored it in a llama), the draft is wrong beyond the original "
-    "positions (4,096 of Kimi-K2.5's 262,144) and loads all the same.",
-    how="rope_parameters or rope_scaling, key by key with the libraries' defaults, against the "
-    "recipe's shape.",
-    fix="correct rope_parameters in config.json",
-    after=FITS,
-)
-def yarn(facts: Facts) -> Iterator[Problem]:
-    own, wanted = _rope(facts)
-    if "yarn" not in (own["rope_type"], wanted["rope_type"]):
-        raise NotConcerned("no YaRN in this draft")
-    for key, default in YARN.items():
-        have, want = own.get(key, default), wanted.get(key, default)
-        if have != want:
-            yield _in_config(facts, f"YaRN: {key} {have}", str(want))
-            return
-
-
-@draft_rule(
-    "draft-positions",
-    what="The draft has the positions of its shape.",
-    why="max_position_embeddings sizes vLLM's rotary table and caps drafting: below the verifier's "
-    "length the draft is not asked, or older versions read past the table's end.",
-    how="max_position_embeddings against the recipe's shape and the lengths that the recipe uses.",
-    fix="correct max_position_embeddings in config.json",
-    after=FITS,
-)
-def positions(facts: Facts) -> Iterator[Problem | Note]:
-    own = ours(facts).shape()["max_position_embeddings"]
-    wanted = expected_shape(facts)["max_position_embeddings"]
-    if own < max(wanted, longest(facts)):
-        yield _in_config(facts, f"max_position_embeddings {own:,}", f"{wanted:,}")
-
-
 @draft_rule(
     "draft-tokens",
     what="The draft's bos and eos are the verifier's.",
@@ -300,6 +311,10 @@ def positions(facts: Facts) -> Iterator[Problem | Note]:
 def tokens(facts: Facts) -> Iterator[Problem]:
     own, wanted = ours(facts).shape(), expected_shape(facts)
     for key in ("bos_token_id", "eos_token_id"):
-        if own[key] != wanted[key]:
-            yield _in_config(facts, f"{key} {own[key]}", wanted[key])
+        if _ids(own[key]) != _ids(wanted[key]):
+            yield in_config(facts, f"{key} {own[key]}", wanted[key])
             return
+
+
+def _ids(value: Any) -> list[Any]:
+    return sorted(value, key=str) if isinstance(value, list | tuple) else [value]

@@ -192,23 +192,27 @@ def parallel(facts: Facts) -> Iterator[Problem]:
 )
 def rope_layouts(facts: Facts) -> Iterator[Problem]:
     shape_of(facts)
-    text = text_of(facts)
+    if differs := layouts_differ(text_of(facts)):
+        yield Problem(differs, where=str(facts.verifier.path / "config.json"), expected="one value")
+
+
+def layouts_differ(text: Any, *, whole: bool = False) -> str | None:
+    """Where a config has rotary parameters in both layouts, the first key in which they differ, in
+    words. whole: a key that one of them lacks counts, too, with the libraries' value for it."""
     new, old = text.get("rope_parameters"), dict(text.get("rope_scaling") or {})
     if text.get("rope_theta") is not None:
         old.setdefault("rope_theta", text["rope_theta"])
     if not new or not old:
-        return
+        return None
     one, other = (rope_parameters({"rope_parameters": r}) for r in (new, old))
+    keys = one.keys() | other.keys() if whole else one.keys() & other.keys()
     if not text.get("rope_scaling"):  # theta alone was written in the old layout
-        one, other = ({"rope_theta": r["rope_theta"]} for r in (one, other))
-    for key in sorted(one.keys() & other.keys()):
-        if one[key] != other[key]:
-            yield Problem(
-                f"{key} is {one[key]} in rope_parameters and {other[key]} in the older layout",
-                where=str(facts.verifier.path / "config.json"),
-                expected="one value",
-            )
-            return
+        keys = {"rope_theta"}
+    for key in sorted(keys, key=lambda key: (key != "rope_type", key)):
+        mine, theirs = (rope.get(key, YARN.get(key)) for rope in (one, other))
+        if mine != theirs:
+            return f"{key} is {mine} in rope_parameters and {theirs} in the older layout"
+    return None
 
 
 @_rule(
@@ -272,6 +276,7 @@ def yarn_differs(own: dict[str, Any], text: Any) -> str | None:
     "draft is right on short texts and wrong beyond 4,096 tokens.",
     how="[train.draft] rope against the verifier's rope_scaling or rope_parameters.",
     fix=f"leave [train.draft] rope out, or repeat the verifier's YaRN in full, {ON_PURPOSE}",
+    after=("draft-shape-rope-kind",),
 )
 def yarn(facts: Facts) -> Iterator[Problem]:
     if differs := yarn_differs(shape_of(facts)["rope_parameters"], text_of(facts)):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kimi_eagle.contracts.draft import FITS, draft_rule, ours
+from kimi_eagle.contracts import draft as drafts
+from kimi_eagle.contracts.draft import FITS, draft_rule
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem
 from kimi_eagle.training.draftfiles import DraftFiles, tensor_shapes
@@ -16,6 +17,29 @@ from kimi_eagle.vocab import offset_fault
 
 WEIGHTS = {"BF16": "bfloat16", "F32": "float32"}
 OPTIONAL = ("t2d", "embed_tokens.weight")
+FLAGS = ("BOOL", "U8", "I8", "I32", "I64")
+
+
+def _opened(draft: DraftFiles) -> DraftFiles:
+    if draft.pickled:
+        raise NotConcerned("the weights are *.bin: not opened here")
+    return draft
+
+
+def ours(facts: Facts) -> DraftFiles:
+    """A draft in speculators' format, with weights that can be read."""
+    return _opened(drafts.ours(facts))
+
+
+def known(facts: Facts) -> DraftFiles:
+    """In speculators' format or in vLLM's own."""
+    return _opened(drafts.known(facts))
+
+
+def _plain(name: str) -> str:
+    """A tensor's name of vLLM's own format as speculators would write it."""
+    name = name.removeprefix("model.")
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
 @draft_rule(
@@ -55,16 +79,18 @@ def tensors(facts: Facts) -> Iterator[Problem]:
     after=(*FITS, "draft-head-dim", "draft-tensors"),
 )
 def shapes(facts: Facts) -> Iterator[Problem]:
-    draft = ours(facts)
-    optional = {
-        "t2d": [draft.shape()["vocab_size"]],
-        "embed_tokens.weight": [draft.shape()["vocab_size"], draft.shape()["hidden_size"]],
-    }
-    for name, wanted in (tensor_shapes(draft) | optional).items():
-        entry = draft.tensors.get(name)
-        if entry is not None and list(entry["shape"]) != wanted:
+    draft = known(facts)
+    shape = draft.shape()
+    if not all(shape.get(k) for k in ("intermediate_size", "vocab_size", "num_hidden_layers")):
+        raise NotConcerned("the config does not tell all sizes")
+    wanted = tensor_shapes(draft) | {"t2d": [shape["vocab_size"]]}
+    if not draft.flat:
+        wanted["embed_tokens.weight"] = [shape["vocab_size"], shape["hidden_size"]]
+    for name, entry in draft.tensors.items():
+        should = wanted.get(_plain(name) if draft.flat else name)
+        if should is not None and list(entry["shape"]) != should:
             yield Problem(
-                f"{name} has shape {entry['shape']}", where=str(draft.path), expected=str(wanted)
+                f"{name} has shape {entry['shape']}", where=str(draft.path), expected=str(should)
             )
             return
 
@@ -83,11 +109,12 @@ def dtype(facts: Facts) -> Iterator[Problem]:
     kinds = {e["dtype"]: n for n, e in draft.tensors.items() if n not in ("d2t", "t2d")}
     named = draft.config.get("dtype") or draft.config.get("torch_dtype")
     says = None
+    named = named.removeprefix("torch.") if isinstance(named, str) else named
     if other := next((k for k in kinds if k not in WEIGHTS), None):
         says = f"{kinds[other]} is {other}"
     elif len(kinds) > 1:
         says = " and ".join(f"{n} {k}" for k, n in sorted(kinds.items()))
-    elif named is not None and named != WEIGHTS[next(iter(kinds))]:
+    elif named is not None and not drafts.is_start(facts) and named != WEIGHTS[next(iter(kinds))]:
         says = f"config.json says {named}, the weights are {WEIGHTS[next(iter(kinds))]}"
     if says:
         yield Problem(says, where=str(draft.path), expected="bfloat16 or float32, the same in all")
@@ -97,30 +124,33 @@ def dtype(facts: Facts) -> Iterator[Problem]:
     "draft-d2t-present",
     what="A draft with a vocabulary of its own has d2t [D] int64 in its weights.",
     why="vLLM 0.31.0 (llama_eagle3.py) then keeps zeros: draft id i becomes token i.",
-    how="d2t in the safetensors headers; a draft with the whole vocabulary needs none.",
+    how="d2t in the safetensors headers, and the type of t2d where there is one; a draft with the "
+    "whole vocabulary needs none.",
     fix="export again from a checkpoint: speculators keeps d2t there",
     after=(*FITS, "draft-tensors"),
 )
 def d2t_present(facts: Facts) -> Iterator[Problem]:
-    draft = ours(facts)
-    if draft.draft_vocab_size == draft.shape()["vocab_size"]:
+    draft = known(facts)
+    if draft.draft_vocab_size == draft.shape().get("vocab_size"):
         raise NotConcerned("the draft has the whole vocabulary")
-    entry = draft.tensors.get("d2t")
+    entry, flags = (draft.tensors.get(name) for name in ("d2t", "t2d"))
     if entry is None:
         yield Problem(
             "no d2t in the weights",
             where=str(draft.path),
             expected=f"d2t [{draft.draft_vocab_size}] int64",
         )
-    elif entry["dtype"] != "I64":
+    elif entry["dtype"] not in (FLAGS if draft.flat else ("I64",)):
         yield Problem(f"d2t is {entry['dtype']}", where=str(draft.path), expected="I64")
+    elif flags is not None and flags["dtype"] not in FLAGS:
+        yield Problem(f"t2d is {flags['dtype']}", where=str(draft.path), expected="BOOL")
 
 
 D2T = (*FITS, "draft-tensor-shapes", "draft-d2t-present")
 
 
 def _d2t(facts: Facts) -> tuple[DraftFiles, Any]:
-    draft = ours(facts)
+    draft = known(facts)
     d2t = draft.array("d2t")
     if d2t is None:
         raise NotConcerned("the draft has the whole vocabulary")
@@ -198,6 +228,8 @@ def t2d(facts: Facts) -> Iterator[Problem | Note]:
 )
 def mapping_current(facts: Facts) -> Iterator[Problem]:
     draft, d2t = _d2t(facts)
+    if draft.flat:
+        raise NotConcerned("a draft that was trained elsewhere")
     if facts.mapping is None:
         raise NotConcerned("no mapping to compare with before the vocab stage")
     own = draft.mapping(draft.shape()["vocab_size"])

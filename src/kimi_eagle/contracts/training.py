@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kimi_eagle.contracts.draft_shape import YARN
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import Note, Problem, rule
+from kimi_eagle.training import draftkind
 from kimi_eagle.training.draftfiles import DraftFiles
-from kimi_eagle.training.shape import text_config
+from kimi_eagle.training.shape import rope_parameters, text_config
 
 LOSSES = ("ce", "jsd", "kl_div", "lk_hybrid", "nla", "rkl", "tv")
 """speculators 0.9.0, losses/utils.py; the same names for its fused and its eager losses."""
@@ -38,14 +41,17 @@ SET = frozenset(
     "training-loss",
     what="The loss is one that speculators knows, or weights of such.",
     why="speculators 0.9.0 (losses/utils.py, resolve_loss_config) refuses another name when "
-    "training starts, after the whole extraction.",
-    how="train.loss against its names; a JSON object maps names to weights.",
+    "training starts, after the whole extraction. A weight of 0, below it or NaN it takes: that "
+    "part trains nothing, away from the target, or all weights to NaN.",
+    how="train.loss against its names; a JSON object maps names to weights above 0.",
     fix='set [train] loss, for example "kl_div" or \'{"ce": 0.1, "tv": 0.9}\'',
     stages=("train",),
 )
 def loss(facts: Facts) -> Iterator[Problem]:
     if fault := _loss_fault(facts.recipe.train.loss):
-        yield Problem(fault, where="train.loss", expected=f"of {', '.join(LOSSES)}")
+        weight = fault.startswith("weight of")
+        expected = "a finite number above 0" if weight else f"of {', '.join(LOSSES)}"
+        yield Problem(fault, where="train.loss", expected=expected)
 
 
 def _loss_fault(spec: str) -> str | None:
@@ -62,6 +68,8 @@ def _loss_fault(spec: str) -> str | None:
             return f"unknown loss {name!r}"
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             return f"weight of loss {name!r} is no number"
+        if not (math.isfinite(weight) and weight > 0):
+            return f"weight of loss {name!r} is {weight}"
     return None
 
 
@@ -169,7 +177,8 @@ DEEP = ("verifier-directory", "verifier-config", *WHOLE)
     why="A checkpoint that was being written when its job died has files of the wrong size; "
     "speculators 0.9.0 takes a folder without weights for a config to start anew from, with one "
     "line in the log, and a name that is no folder for a model of the hub.",
-    how="config.json and every safetensors header against its file's size.",
+    how="config.json, whose numbers must be numbers, and every safetensors header against its "
+    "file's size.",
     fix="name a run's draft/ or a whole checkpoint (checkpoints/checkpoint_best)",
 )
 def from_complete(facts: Facts) -> Iterator[Problem]:
@@ -207,9 +216,9 @@ def from_kind(facts: Facts) -> Iterator[Problem]:
             where=str(start.path),
             expected="a llama decoder",
         )
-    elif start.kind != "eagle3" or start.layer_type not in ("llama", "qwen3"):
+    elif start.kind != "eagle3" or not start.known_decoder:
         yield Problem(
-            f"a draft of kind {start.kind} with a {start.layer_type} decoder",
+            f"{draftkind.in_words(start.config)}, with a {start.layer_type} decoder",
             where=str(start.path),
             expected="speculators' eagle3 with a llama decoder",
         )
@@ -254,14 +263,25 @@ SHAPE_ALL = (*SHAPE, "intermediate_size", "max_position_embeddings")
     what="What [train.draft] says is true of the draft in train.from.",
     why="Its shape is kept as it is: a key that says otherwise would be read by nobody.",
     how="Each key that is set against the draft's config; layers, and the vocabulary's size.",
-    fix="leave [train.draft] out with train.from; set vocab.draft_vocab_size to the draft's",
+    fix="leave [train.draft] out with train.from (a rope there repeats that draft's own); set "
+    "vocab.draft_vocab_size to the draft's",
     after=DEEP,
 )
 def from_shape(facts: Facts) -> Iterator[Problem]:
     start, told = facts.start, facts.recipe.train.draft
     own = start.shape()
     pairs = {f"train.draft.{k}": (getattr(told, k), own.get(k)) for k in SHAPE_ALL}
+    if "layers" in told.model_fields_set:
+        pairs["train.draft.layers"] = told.layers, own.get("num_hidden_layers")
+    if "norm_before_residual" in told.model_fields_set:
+        before = start.config.get("norm_before_residual", True)
+        pairs["train.draft.norm_before_residual"] = told.norm_before_residual, before
     pairs["vocab.draft_vocab_size"] = facts.recipe.vocab.draft_vocab_size, start.draft_vocab_size
+    if told.rope is not None:
+        ropes = rope_parameters({"rope_parameters": told.rope}), rope_parameters(start.layer)
+        for key in ("rope_theta", *YARN):
+            wanted, has = (rope.get(key, YARN.get(key)) for rope in ropes)
+            pairs[f"train.draft.rope: {key}"] = wanted or "none", has or "none"
     for key, (wanted, has) in pairs.items():
         if wanted is not None and wanted != has:
             yield Problem(

@@ -2,6 +2,7 @@
 
 shape.py         shape of the draft as plain values, without transformers
 draft_config.py  the same as an Eagle3SpeculatorConfig
+draftkind.py     what kind of draft a config describes, and vLLM's method for it
 draftfiles.py    a draft directory as it lies, without torch
 start.py         a draft trained earlier as the start
 dataset.py       samples straight from the shards: dataset, batch sampler and loader
@@ -17,9 +18,9 @@ nodes.py         torchrun over several nodes of a job
 loop.py          `train`: the run, put together
 export.py        `export`: a checkpoint as the directory that vLLM loads
 
-Everything but shape.py and draftfiles.py imports torch and speculators at the top: import these
-modules inside functions of the stages only. This file imports nothing heavy; it sets the one thing
-that must be in the environment before torch is loaded.
+Everything but shape.py, draftkind.py and draftfiles.py imports torch and speculators at the top:
+import these modules inside functions of the stages only. This file imports nothing heavy; it sets
+the one thing that must be in the environment before torch is loaded.
 """
 
 import os
