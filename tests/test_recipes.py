@@ -179,6 +179,14 @@ def test_wrong_recipe_gets_one_line(tmp_path: Path, old: str, new: str, words: l
         assert word in line, line
 
 
+def test_rope_in_the_older_layout_is_read_as_transformers_does(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    for table, kind in (('type = "yarn"', "yarn"), ('type = "x"\nrope_type = "linear"', "linear")):
+        path.write_text(f"{SMALL}[train.draft.rope]\n{table}\nfactor = 4.0\n")
+        rope = recipes.load(path).train.draft.rope
+        assert rope == {"rope_type": kind, "factor": 4.0}
+
+
 def test_missing_recipe_names_the_nearest(tmp_path: Path) -> None:
     shutil.copy(ROOT / "jobs/smollm2.toml", tmp_path / "smollm2.toml")
     with pytest.raises(UsageError) as caught:

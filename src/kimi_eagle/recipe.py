@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from kimi_eagle.errors import UsageError
 from kimi_eagle.provenance import image_digest
@@ -177,8 +177,18 @@ class DraftSection(Section):
     intermediate_size: int | None = Field(default=None, ge=1)
     max_position_embeddings: int | None = Field(default=None, ge=1)
     rope: dict[str, str | int | float | bool] | None = None
-    """Rotary parameters as transformers names them (rope_type, rope_theta, factor, mscale, ...)."""
+    """Rotary parameters as transformers names them (rope_type, rope_theta, factor, mscale, ...);
+    `type`, as the older layout of a config.json says, is read as rope_type."""
     norm_before_residual: bool = True
+
+    @field_validator("rope")
+    @classmethod
+    def _rope_type(cls, rope: dict[str, Any] | None) -> dict[str, Any] | None:
+        """As transformers 5.17.0 does it (modeling_rope_utils.py, standardize_rope_params)."""
+        if rope is None or "type" not in rope:
+            return rope
+        kind = rope.get("rope_type", rope["type"])
+        return {k: v for k, v in rope.items() if k != "type"} | {"rope_type": kind}
 
 
 class TrainSection(Section):

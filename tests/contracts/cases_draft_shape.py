@@ -35,6 +35,17 @@ def rope(**values: Any) -> Callable[[Place], None]:
     return draft(rope={k: v for k, v in (YARN | values).items() if v is not None})
 
 
+def copied(**values: Any) -> Callable[[Place], None]:
+    """The table as the verifier's own config has it (`type`, no theta), with other values."""
+
+    def apply(place: Place) -> None:
+        table = place.config()["text_config"]["rope_scaling"]
+        assert "type" in table and "rope_type" not in table
+        draft(rope=table | values)(place)
+
+    return apply
+
+
 def three_heads_on_two(place: Place) -> None:
     draft(num_attention_heads=3, num_key_value_heads=3)(place)
     place.recipe["benchmark"]["engine"] = {"tp": 2}
@@ -69,6 +80,16 @@ CASES = [
         "'linear' without factor",
         text(rope_scaling={"type": "linear", "factor": 2.0}),
     ),
+    # One key missing is one problem: what YaRN needs is not compared before it is there.
+    Case(
+        "draft-shape-rope-kind",
+        rope(original_max_position_embeddings=None),
+        "'yarn' without original_max_position_embeddings",
+        copied(rope_theta=50000.0),
+    ),
+    Case("draft-shape-rope-kind", rope(rope_type="ntk"), "'ntk'", rope()),
+    Case("draft-shape-rope-theta", copied(), "no rope_theta", copied(rope_theta=50000.0)),
+    Case("draft-shape-yarn", copied(rope_theta=50000.0, factor=8.0), "factor 8.0", rope()),
     Case("draft-shape-rope-theta", rope(rope_theta=None), "no rope_theta; expected", rope()),
     Case("draft-shape-rope-theta", rope(rope_theta=10000.0), "rope_theta 10000.0", NEWER),
     Case(
