@@ -41,12 +41,37 @@ def speculators_config(**more: object) -> dict:
             {"method": "eagle3", "parallel_drafting": True},
         ),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, {"method": "eagle3"}),
+        ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32000}, {"method": "eagle3"}),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {"method": "eagle3"}),
+        (speculators_config(speculators_model_type="dflash"), {"method": "dflash"}),
         ({"architectures": ["EagleLlamaForCausalLM"]}, {"method": "eagle"}),
         ({"model_type": "medusa"}, {"method": "medusa"}),
     ],
 )
 def test_the_method_is_read_from_the_config(tmp_path: Path, config: dict, speculative: dict):
     assert open_draft(make(tmp_path / "d", config)).speculative == speculative
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepSeekMTPModel", "EagleDeepSeekMTPModel", "KimiK25ForConditionalGeneration"]
+)
+def test_what_is_no_draft_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(UsageError, match=f"not a draft model: {name}"):
+        open_draft(make(tmp_path / "d", {"architectures": [name]}))
+
+
+def test_the_table_names_what_vllm_knows():
+    from importlib.util import find_spec
+
+    from kimi_eagle.training import draftkind
+
+    (folder,) = find_spec("vllm").submodule_search_locations
+    registry = (Path(folder) / "model_executor/models/registry.py").read_text()
+    for name in draftkind._PREFIXED:
+        assert f'"Eagle3{name}ForCausalLM"' in registry
+    algos = Path(folder) / "transformers_utils/configs/speculators/algos.py"
+    for name in draftkind.SPECULATORS:
+        assert f'@register_speculator("{name}")' in algos.read_text()
 
 
 def test_a_draft_for_this_verifier_passes(tmp_path: Path, verifier_dir: Path) -> None:

@@ -76,6 +76,19 @@ def test_a_library_of_the_pinned_version_needs_no_other_settings(place):
     assert verdict.state == "ok"
 
 
+def test_a_draft_that_is_swapped_while_it_is_read(place):
+    from drafts import good
+
+    from kimi_eagle.errors import UsageError
+
+    draft = DraftFiles(good(place).write(place.path / "draft"))
+    assert draft.tensors
+    (draft.path / "model.safetensors").unlink()
+    for read in (lambda: draft.array("d2t"), draft.digest):
+        with pytest.raises(UsageError, match="changed while it was read"):
+            read()
+
+
 def test_the_digest_of_a_draft_follows_its_weights(tmp_path):
     from safetensors.numpy import save_file
 

@@ -268,7 +268,11 @@ def _odd_value(config: dict[str, Any]) -> tuple[str, str] | None:
         for theta in (x.get("rope_theta") for x in found):
             if theta is not None and not _number(theta):
                 return f"rope_theta {theta!r}", "a number"
-    ids = _aux(config)
+        if not isinstance(part.get("layer_types"), list | None):
+            return f"layer_types {part['layer_types']!r}", "a list of names"
+    names, ids = config.get("architectures"), _aux(config)
+    if not isinstance(names, list | str | None):
+        return f"architectures {names!r}", "a list of names"
     if ids is not None and not (isinstance(ids, list) and all(_whole(k) for k in ids)):
         return f"eagle_aux_hidden_state_layer_ids {ids!r}", "a list of whole numbers"
     return None

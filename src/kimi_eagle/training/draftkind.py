@@ -36,7 +36,9 @@ _LATENT = ("deepseek", "kimi", "mistrallarge3", "mistral_large_3")
 def architectures(config: Mapping[str, Any]) -> list[str]:
     """The names in `architectures`, a single one without a list, too."""
     found = config.get("architectures") or []
-    return [found] if isinstance(found, str) else [str(name) for name in found]
+    if isinstance(found, str):
+        return [found]
+    return [str(name) for name in found] if isinstance(found, list) else []
 
 
 def layer_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
