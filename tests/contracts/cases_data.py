@@ -141,6 +141,13 @@ def no_held_out(place: Place) -> None:
     place.recipe["benchmark"]["prompts"] = "held_out.jsonl"
 
 
+def no_folder(place: Place) -> None:
+    """The disk with all of them is not mounted."""
+    names = ("chat", "code", "maths")
+    place.recipe["sources"] = [{"path": f"mount/{name}.jsonl"} for name in names]
+    place.recipe["benchmark"]["prompts"] = "mount/held_out.jsonl"
+
+
 def empty_folder(place: Place) -> None:
     (place.path / "rows").mkdir()
     place.recipe["sources"] = [{"path": "rows"}]
@@ -178,6 +185,7 @@ def cut_parquet(place: Place) -> None:
 CASES = [
     Case("data-sources", no_prompts, "source prompts: no such source"),
     Case("data-sources", no_held_out, "benchmark.prompts: no such source", good=tokens),
+    Case("data-sources", no_folder, "such source (and of source code, source maths, benchmark.pro"),
     Case("data-sources", empty_folder, "no data files in folder"),
     Case("data-sources", empty_part, "empty file"),
     Case("data-sources", lambda p: source(p, "rows.csv", b"a,b"), "unknown kind of file"),

@@ -255,6 +255,7 @@ CASES = [
     ),
     Case("verifier-layers", no_layer, "no tensor of layer 2", good=mtp),
     Case("verifier-layers", one_more, "no tensor of layer 4; "),
+    Case("verifier-layers", lambda p: p.change_text(num_hidden_layers=5), "of layer 4; "),
     Case("verifier-index-current", stale_index, "index names language_model.model.mtp.weight"),
     Case("verifier-index-current", unnamed, "the index does not name it there"),
     Case("verifier-index-current", swapped, "the file does not hold it"),

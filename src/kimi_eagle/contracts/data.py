@@ -89,20 +89,22 @@ def _bounds_of_ids(path: Path) -> tuple[int, int] | None:
     stages=("regenerate", "prepare", "benchmark"),
 )
 def sources(facts: Facts) -> Iterator[Problem | Note]:
-    recipe, seen = facts.recipe, set()
-    asked = [(s, f"source {s.name}") for s in recipe.sources]
-    held_out = SourceSection(path=recipe.benchmark.prompts)
-    for section, who in (*asked, (held_out, "benchmark.prompts")):
-        if section.path in seen:  # one file in two places is one fault
-            continue
-        seen.add(section.path)
+    recipe, faults = facts.recipe, {}
+    held_out = SourceSection(path=recipe.benchmark.prompts, name="benchmark.prompts")
+    # One file in two places is one fault.
+    asked = {s.path: s for s in (held_out, *recipe.sources[::-1])}
+    for section in reversed(asked.values()):
+        who = section.name if section is held_out else f"source {section.name}"
         try:
             files = look_at(Path(section.path), section.format)
         except UsageError as e:
-            yield Problem(f"{who}: {e.what}", e.where, e.expected, e.fix)
+            faults.setdefault(e.what, []).append((who, e))
             continue
         if section.format == "tokens" and files[0].suffix not in (".parquet", ".arrow"):
             yield Note(f"{who}: pre-tokenised rows in {files[0].suffix}, meant is Parquet")
+    for what, ((who, e), *more) in faults.items():
+        others = f" (and of {', '.join(name for name, _ in more)})" if more else ""
+        yield Problem(f"{who}: {what}{others}", e.where, e.expected, e.fix)
 
 
 @rule(

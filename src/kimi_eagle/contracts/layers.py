@@ -70,7 +70,7 @@ def _as(layers: Iterable[int]) -> str:
     how="extract.layers against num_hidden_layers; the probe of extract shows it on the states.",
     fix="end extract.layers with the number of layers",
     stages=("extract", "train"),
-    after=("layers-in-range",),
+    after=("layers-in-range", "verifier-layers"),
 )
 def last(facts: Facts) -> Iterator[Problem]:
     layers, count = facts.recipe.extract.layers, facts.verifier.num_layers
