@@ -59,9 +59,8 @@ def open_verifier(
     verifier = Verifier(Path(path).expanduser().absolute(), trust_remote_code)
     folder = verifier.path
     if not folder.exists():
-        raise UsageError(
-            "no such model directory", where=folder, fix="set [verifier] path to a local checkpoint"
-        )
+        fix = "set [verifier] path to a local checkpoint"
+        raise UsageError("no such model directory", where=folder, fix=fix)
     if not folder.is_dir():
         raise UsageError("not a directory", where=folder, expected="a checkpoint directory")
     verifier.hidden_size, verifier.num_layers, verifier.vocab_size  # noqa: B018  fail early
@@ -258,14 +257,12 @@ class Verifier:
             if suffix in self._found:
                 return self._found[suffix]
             pool = self._known if suffix in KNOWN else self.weight_map
-            names = [n for n in pool if n == suffix or n.endswith("." + suffix)]
-            if names:
+            if names := [n for n in pool if n == suffix or n.endswith("." + suffix)]:
                 names = [n for n in names if not FOREIGN.search(n)] or names
                 self._found[suffix] = min(names, key=lambda n: (n.count("."), len(n), n))
                 return self._found[suffix]
-        raise UsageError(
-            f"no tensor named {' or '.join(suffixes)}", where=self.path, expected="it in the index"
-        )
+        fault = f"no tensor named {' or '.join(suffixes)}"
+        raise UsageError(fault, where=self.path, expected="it in the index")
 
     def tensor(self, suffixes: str | Iterable[str]) -> Any:
         """One torch tensor (CPU, stored dtype) by full name or suffix; reads only its bytes."""
@@ -296,7 +293,9 @@ class Verifier:
         """Name of the matrix, quantised or not; of a tied lm_head that of the embedding."""
         suffixes = TABLES[what]
         try:
-            return self.find(suffixes)
+            name = self.find(suffixes)
+            other = what == "lm_head" and self.tied and FOREIGN.search(name)
+            return self.stored_table("embedding") if other else name
         except UsageError:
             stems = tuple(s.removesuffix(".weight") for s in suffixes)
             packed = [n for n in self.weight_map if any(f".{s}." in f".{n}" for s in stems)]

@@ -264,5 +264,11 @@ CASES = [
     Case("verifier-tables-unquantised", head_targeted, "targets lm_head (Linear)", as_published),
     Case("verifier-tables-shape", longer, "has shape [448, 64]"),
     Case("verifier-tied", tied_once, "tie_word_embeddings differs", good=tied_twice),
+    Case(
+        "verifier-tables-own",
+        lambda p: beside(p, "talker.lm_head.weight", HEAD),
+        "speculators takes talker.lm_head.weight",
+        good=lambda p: beside(p, "language_model.model.layers.4.shared_head.lm_head.weight", HEAD),
+    ),
     Case("verifier-norm", no_norm, "no tensor named model.norm.weight"),
 ]

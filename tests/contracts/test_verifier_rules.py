@@ -69,12 +69,33 @@ def test_files_of_mistral_s_format_are_told_as_those_that_vllm_takes(place: Plac
         ("vision_model.embed_tokens.weight", EMBED, "embedding"),
         ("talker.lm_head.weight", HEAD, "lm_head"),
         ("mtp.lm_head.weight", HEAD, "lm_head"),
+        ("language_model.model.layers.4.lm_head.weight", HEAD, "lm_head"),
     ],
 )
 def test_a_table_of_another_part_is_not_the_language_model_s(place: Place, name, like, what):
     beside(place, name, like)
     assert place.facts().verifier.stored_table(what) == like
-    assert not any(v.problems for v in verdicts(place).values())
+    found = {i for i, v in verdicts(place).items() if v.problems}
+    assert found == (set() if len(name) > len(like) else {"verifier-tables-own"})
+
+
+def test_the_rule_s_choice_is_that_of_speculators(place: Place):
+    from speculators.utils.loading import load_model_layers
+
+    rewrite(place, HEAD, lambda t: {HEAD: t, "talker.lm_head.weight": t * 2})
+    taken = load_model_layers(["lm_head.weight"], str(place.model))["lm_head.weight"]
+    (problem,) = verdicts(place)["verifier-tables-own"].problems
+    verifier = place.facts().verifier
+    assert problem.what.split()[2] == "talker.lm_head.weight"
+    assert taken.equal(verifier.tensor("talker.lm_head.weight"))
+    assert not taken.equal(verifier.lm_head())
+
+
+def test_a_tied_lm_head_is_the_embedding_though_another_part_has_one(place: Place):
+    beside(place, "mtp.lm_head.weight", HEAD)
+    rewrite(place, HEAD, lambda t: {})
+    place.change_text(tie_word_embeddings=True)
+    assert place.facts().verifier.stored_table("lm_head") == EMBED
 
 
 def test_layers_of_other_names_are_passed_over(place: Place):

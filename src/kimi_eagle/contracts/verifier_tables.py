@@ -142,3 +142,32 @@ def tied(facts: Facts) -> Iterator[Problem | Note]:
 def norm(facts: Facts) -> Iterator[Problem]:
     facts.verifier.norm_name()
     yield from ()
+
+
+@rule(
+    "verifier-tables-own",
+    what="Training takes embedding, lm_head and norm of the language model, of no other part.",
+    why="speculators 0.9.0 takes the shortest of the names that end alike (utils/loading.py, "
+    "_resolve_key): a talker's or an MTP layer's lm_head.weight, a vision tower's "
+    "model.norm.weight of the same shape. The draft learns another distribution, and nothing "
+    "fails.",
+    how="Its choice in the index against the name that is not under vision, audio, talker, mtp and "
+    "the like.",
+    fix="use a checkpoint of the language model alone, or rename the other part's tensor in files "
+    "and index",
+    stages=("extract", "train"),
+    after=("verifier-tables-found", "verifier-norm"),
+)
+def tables_own(facts: Facts) -> Iterator[Problem]:
+    verifier = facts.verifier
+    own = {"embed_tokens.weight": verifier.stored_table("embedding")}
+    own |= {"lm_head.weight": verifier.stored_table("lm_head")}
+    own |= {"model.norm.weight": verifier.norm_name()}
+    alike = [n for n in verifier.weight_map if n.endswith(tuple(own))]
+    for asked, name in own.items():
+        found = [n for n in alike if n.endswith(asked)]
+        theirs = asked if asked in found else min(found, key=len, default=name)
+        if theirs != name:
+            yield Problem(
+                f"speculators takes {theirs} for {asked}", where=str(verifier.path), expected=name
+            )
