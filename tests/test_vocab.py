@@ -223,9 +223,10 @@ def test_save_and_load(parts, tmp_path):
         paths[4].write_text(json.dumps(about | {"coverage": other}))
         with pytest.raises(RunError, match="damaged: coverage is"):
             vocab.load(paths[0], paths[1])
-    paths[4].write_text(json.dumps(about | {"coverage": 1.0, "counts_digest": ""}))
-    with pytest.raises(RunError, match="coverage is 1.0, of no counts"):
-        vocab.load(paths[0], paths[1])
+    for counted in ("", "x"):
+        paths[4].write_text(json.dumps(about | {"coverage": 1.0, "counts_digest": counted}))
+        with pytest.raises(RunError, match="coverage is 1.0, of no counts"):
+            vocab.load(paths[0], paths[1])
     paths[4].write_text(json.dumps(about))
     np.save(paths[0], mapping.d2t.astype(np.float64))
     with pytest.raises(RunError, match=r"float64 \[50\]; expected a row of int64"):

@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -329,7 +330,7 @@ def load(d2t: Path, t2d: Path, *, fix: str = "") -> VocabMapping:
     share, counted = data["coverage"], str(data["counts_digest"])
     # A share without counts was not measured; it would excuse a plain slice.
     number = isinstance(share, int | float) and not isinstance(share, bool) and 0 <= share <= 1
-    if share is not None and not (number and counted):
+    if share is not None and not (number and re.fullmatch("[0-9a-f]{32}", counted)):
         raise RunError(
             f"vocabulary mapping is damaged: coverage is {json.dumps(share)}"
             + (", of no counts" if number else ""),

@@ -31,8 +31,8 @@ def read_array(path: Path) -> np.ndarray:
         raise UsageError(f"holds a {type(found).__name__}", where=path, expected="a tensor")
     try:
         return found.detach().numpy()
-    except (TypeError, RuntimeError):  # sparse, quantised, bfloat16
-        fault = f"holds a tensor of {found.dtype}, {found.layout}"
+    except (TypeError, RuntimeError):  # sparse, bfloat16, on the device `meta` (no numbers at all)
+        fault = f"holds a tensor of {found.dtype}, {found.layout}, device {found.device}"
         raise UsageError(fault, where=path, expected="bool or whole numbers, dense") from None
 
 
