@@ -60,7 +60,8 @@ class Shard:
 
         RunError where the index is missing, damaged or not a shard's.
         """
-        self.path, self._index_digest = Path(path), index_digest
+        self.path = path if isinstance(path, Path) else Path(path)
+        self._index_digest = index_digest
         self._lock = threading.Lock()
         self._map: _Mapped | None = None
         if not later:
