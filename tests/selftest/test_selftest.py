@@ -1,7 +1,7 @@
 """The self-test's own promises: every part is told, a failing one hides none, exit codes.
 
-The whole self-test takes ten minutes and is `make campaign`'s; what its two runs do is tested in
-tests/toy and tests/test_demo.py.
+The whole self-test takes a quarter of an hour and is `make campaign`'s; what its two runs do is
+tested in tests/toy and tests/test_demo.py.
 """
 
 from __future__ import annotations

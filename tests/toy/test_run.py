@@ -10,6 +10,8 @@ import pytest
 from kimi_eagle import recipe as recipes
 from kimi_eagle.toy.states import ALL, EACH
 
+pytestmark = pytest.mark.slow
+
 LAYERS = (2, 4, 5, 8)
 RECIPE = Path(__file__).resolve().parents[2] / "jobs/kimi-k2.5-toy.toml"
 

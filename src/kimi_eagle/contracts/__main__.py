@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from kimi_eagle.contracts import BOUNDARIES, rules
+from kimi_eagle.contracts.facts import LIBRARIES
 from kimi_eagle.contracts.rule import NEEDS, Rule
 from kimi_eagle.files import write_atomic
 
@@ -27,12 +28,12 @@ def text() -> str:
 
 
 def _section(rule: Rule) -> str:
-    judged = ["kimi-eagle check"] if not rule.needs else []
+    judged = ["kimi-eagle check --full" if set(rule.needs) & set(LIBRARIES) else "kimi-eagle check"]
     judged += [f"the opening of {', '.join(rule.stages)}"] if rule.stages else []
     needs = f" Needs {', '.join(NEEDS[n] for n in rule.needs)}." if rule.needs else ""
     return (
         f"### {rule.id}\n\n{rule.what}\n\n- Why: {rule.why}\n- How: {rule.how}\n"
-        f"- Fix: {rule.fix}\n- Judged by: {' and '.join(judged) or 'kimi-eagle check'}.{needs}\n"
+        f"- Fix: {rule.fix}\n- Judged by: {' and '.join(judged)}.{needs}\n"
     )
 
 
