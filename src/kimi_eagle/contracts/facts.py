@@ -15,7 +15,7 @@ from kimi_eagle.recipe import Recipe
 
 if TYPE_CHECKING:
     from kimi_eagle.capture.footprint import Weights
-    from kimi_eagle.contracts.data import Part
+    from kimi_eagle.data.parts import Part
     from kimi_eagle.data.template import ChatTemplate
     from kimi_eagle.ledger import Record
     from kimi_eagle.rundir import RunDir
@@ -184,7 +184,7 @@ class Facts:
     @cached_property
     def parts(self) -> list[Part]:
         """What each of `samples` tells of itself; RunError where one is no tokens part."""
-        from kimi_eagle.contracts.data import look
+        from kimi_eagle.data.parts import look
 
         return [look(Path(path)) for path in self.samples or ()]
 
