@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -75,7 +76,9 @@ def check(
         counts = {s: sum(v.state == s for v in verdicts) for s in {v.state for v in verdicts}}
         print_json({"recipe": loaded.name, "counts": counts, "rules": [v.data() for v in verdicts]})
     else:
-        Console(soft_wrap=False).print(_table(verdicts, show_all))
+        # In a file or a pipe a path that is broken over lines can be neither copied nor searched.
+        wide = None if sys.stdout.isatty() else 240
+        Console(width=wide, soft_wrap=False).print(_table(verdicts, show_all))
         click.echo(_last_line(verdicts))
     if any(v.state == "problem" for v in verdicts):
         raise SystemExit(1)
