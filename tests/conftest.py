@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,22 @@ MACHINE = ("slurm_room", "containers_room")
 """Rooms whose tests change the machine (daemons, users, installed packages)."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`make test` runs in two processes: a file stays in one, and so do all that use the machine
-    as a whole. Those wait for Slurm most of the time; the others compute meanwhile."""
-    for item in items:
-        alone = item.path.parent.name in MACHINE
-        item.add_marker(pytest.mark.xdist_group("machine" if alone else item.path.stem))
+    as a whole. Those wait for Slurm most of the time; the others compute meanwhile.
+
+    Not by `--dist loadgroup`: pytest-xdist 3.8.0 writes the group into Item._nodeid, which pytest
+    9.2.0 no longer reads.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Rooms(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "machine" if Path(file).parent.name in MACHINE else file
+
+    return Rooms(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
