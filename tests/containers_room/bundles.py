@@ -17,10 +17,9 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import pip
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("click", "markdown-it-py", "mdurl", "pygments", "rich")
@@ -69,7 +68,8 @@ def system_python(folder: Path) -> Path:
     shutil.rmtree(tree / library / "__pycache__", ignore_errors=True)
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.check_output([tree / "bin" / program.name, "-I", "-c", ask], text=True)
-    theirs = Path(pip.__file__).parents[1]
+    # Not `import pip`: from then on setuptools, which vLLM imports, refuses (_distutils_hack).
+    theirs = Path(str(metadata.distribution("pip").locate_file("")))
     for part in theirs.glob("pip*"):
         shutil.copytree(part, Path(packages.strip()) / part.name, ignore=left_out)
     with tarfile.open(folder / "python.tar", "w") as archive:

@@ -41,7 +41,7 @@ def state_of(place: Place, rule: str, heavy: bool) -> str:
 def test_a_broken_world_breaks_exactly_one_rule(case: Case, place: Place):
     case.broken(place)
     found = problems(place, case.heavy)
-    assert set(found) == {case.rule}
+    assert set(found) == {case.rule}, found
     assert case.says in found[case.rule]
     assert f"{case.rule}: " in found[case.rule]
     assert "; fix: " in found[case.rule]
