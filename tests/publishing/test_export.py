@@ -134,6 +134,16 @@ def test_without_the_embedding_nothing_else_changes(world, cli):
     assert "embed_tokens.weight is left out" in (out / "README.md").read_text()
 
 
+def test_an_embedding_that_cannot_be_shared_is_not_left_out(world, cli):
+    world.finish(target_hidden_size=32)
+    done = cli("export", world.run.path, world.path / "out", "--without-embedding")
+    assert done.exit_code == 2 and "different hidden sizes" in done.stderr
+    spec = json.loads(world.run.spec.read_text())
+    spec["recipe"]["engine"]["pp"] = 2
+    world.run.spec.write_text(json.dumps(spec))
+    assert cli("export", world.run.path, world.path / "out").exit_code == 0
+
+
 def test_more_pipeline_stages_need_the_embedding(world, cli):
     world.finish()
     spec = json.loads(world.run.spec.read_text())
@@ -248,3 +258,42 @@ def test_a_dataset_has_no_weights(world, cli, words):
     world.finish()
     done = cli("export", world.run.path, world.path / "out", "--dataset", *words)
     assert done.exit_code == 2 and "--dataset has no weights" in done.stderr
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_draft_with_an_embedding_of_its_own(world, cli, same):
+    """Only a draft that training started from can bring one; leaving it out would change it."""
+    from safetensors.numpy import save_file
+
+    world.finish(norm_before_fc=False, norm_before_residual=False)
+    spec = json.loads(world.run.spec.read_text())
+    spec["recipe"]["train"]["from"] = str(world.run.draft)
+    world.run.spec.write_text(json.dumps(spec))
+    table = load_file(world.run.draft / "model.safetensors")["embed_tokens.weight"]
+    save_file(
+        {"model.embed_tokens.weight": table if same else table + 1},
+        world.verifier / "model.safetensors",
+    )
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 8, "model_type": "llama"}
+    (world.verifier / "config.json").write_text(json.dumps(sizes))
+    whole = cli("export", world.run.path, world.path / "whole")
+    assert whole.exit_code == 0, whole.output
+    own = "carries its own embedding" in (world.path / "whole/README.md").read_text()
+    assert own is not same
+    for words in (["--without-embedding"], ["--for", "sglang"]):
+        done = cli("export", world.run.path, world.path / words[0], *words)
+        assert (done.exit_code == 0) == same, done.output
+        assert same or "the draft's embedding is not the verifier's" in done.stderr
+
+
+def test_the_image_of_the_lock_is_in_the_card(world, cli):
+    world.finish()
+    runlock.write(world.run)
+    lock = json.loads(world.run.lock.read_text())
+    lock["image"] = {"sha256": "ab" * 32, "name": "cpu"}
+    world.run.lock.write_text(json.dumps(lock))
+    assert cli("export", world.run.path, world.path / "out").exit_code == 0
+    assert f"sha256:{'ab' * 32}" in (world.path / "out/README.md").read_text()
+    world.run.lock.write_text("{}")
+    assert cli("export", world.run.path, world.path / "bare").exit_code == 0
+    assert "versions are unknown" in (world.path / "bare/README.md").read_text()

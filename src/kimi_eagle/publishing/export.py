@@ -65,12 +65,8 @@ def draft(facts: Facts, server: str, *, embedding: bool) -> Plan:
             if server == "vllm"
             else "export it --for vllm, with its embedding",
         )
-    if not embedding and server == "vllm" and facts.recipe.engine_for("benchmark").pp > 1:
-        raise UsageError(
-            "the recipe serves with pp > 1, where vLLM 0.31.0 takes no embedding from the verifier",
-            where="--without-embedding",
-            fix="leave out --without-embedding",
-        )
+    if not embedding and (why := _not_shared(facts, found, server)):
+        raise UsageError(why, where="--without-embedding", fix="leave out --without-embedding")
     form = Form(server, embedding and EMBEDDING in found.tensors, own)
     texts = words.verifier_texts(facts)
     warnings = [*facts.warnings, *_unknown(facts, texts)]
@@ -153,6 +149,15 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _not_shared(facts: Facts, found: DraftFiles, server: str) -> str:
+    """Why the server would take no embedding from the verifier; "" where it does."""
+    if found.target_hidden_size != found.shape()["hidden_size"]:
+        return "draft and verifier have different hidden sizes: they cannot share an embedding"
+    if server == "vllm" and facts.recipe.engine_for("benchmark").pp > 1:
+        return "the recipe serves with pp > 1, where vLLM 0.31.0 takes no embedding of the verifier"
+    return ""
+
+
 def _own_embedding(facts: Facts, found: DraftFiles) -> bool:
     """Whether the draft carries another embedding than the verifier's. Training here keeps it
     frozen, so only a draft that training started from can bring one (training/start.py)."""
@@ -161,9 +166,9 @@ def _own_embedding(facts: Facts, found: DraftFiles) -> bool:
     import torch
     from safetensors import safe_open
 
-    from kimi_eagle.verifier import open_verifier
+    from kimi_eagle.verifier import Verifier
 
-    theirs = open_verifier(facts.recipe.verifier.path).embedding()
+    theirs = Verifier(Path(facts.recipe.verifier.path)).embedding()
     with safe_open(facts.run.draft / WEIGHTS, framework="pt") as f:
         own = f.get_tensor(EMBEDDING)
     return not torch.equal(own.bfloat16(), theirs.bfloat16())

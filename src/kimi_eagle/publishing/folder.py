@@ -15,7 +15,9 @@ from kimi_eagle import files
 from kimi_eagle.errors import UsageError
 
 MARKER = "kimi-eagle-export.json"
-"""Says that we wrote a folder, and what: {format, kind, files: {name: xxh3}}."""
+"""Says that we wrote a folder, and what: {format, kind, files: {name: [bytes, mtime_ns]}}. No
+digests: a draft of 7 GB would be read again only to be replaced. A copy of an export that got other
+times counts as changed."""
 FORMAT = "export/1"
 
 
@@ -47,16 +49,18 @@ def write(out: Path, kind: str, fill: Callable[[Path], None]) -> None:
         raise UsageError(f"cannot be written: {e.strerror}", where=out) from None
     try:
         fill(temp)
-        digests = {p.name: files.file_digest(p) for p in sorted(temp.iterdir())}
-        about = {"format": FORMAT, "kind": kind, "files": digests}
+        written = {p.name: _stat(p) for p in sorted(temp.iterdir())}
+        about = {"format": FORMAT, "kind": kind, "files": written}
         (temp / MARKER).write_text(json.dumps(about, indent=1, sort_keys=True) + "\n")
         for file in temp.iterdir():
             file.chmod(0o644)
             files.fsync_file(file)
         files.fsync_dir(temp)
         _replace(temp, out)
-    except BaseException:
+    except BaseException as e:
         shutil.rmtree(temp, ignore_errors=True)
+        if isinstance(e, OSError) and e.filename is None:
+            e.filename = str(out)  # a full disk should say where
         raise
 
 
@@ -73,8 +77,7 @@ def _replace(temp: Path, out: Path) -> None:
 
 
 def _changed(out: Path) -> str | None:
-    """What in a folder is not ours any more; None where all is. Large files by size alone would
-    miss an edit: all are read."""
+    """What in a folder is not ours any more; None where all is."""
     about = files.read_json(out / MARKER)
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         return "something else"
@@ -86,6 +89,11 @@ def _changed(out: Path) -> str | None:
             continue
         if path.name not in known or not path.is_file():
             return f"{path.name}, which no export wrote"
-        if files.file_digest(path) != known[path.name]:
+        if _stat(path) != known[path.name]:
             return f"{path.name}, which was changed since it was exported"
     return None
+
+
+def _stat(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_size, found.st_mtime_ns]

@@ -111,16 +111,12 @@ def _figures(facts: Facts) -> list[str]:
     if facts.results is None:
         return ["Not measured: the run has no benchmark of this draft."]
     results, details = facts.results, facts.results.get("details") or {}
-    rows = [
-        (
-            row["batch_size"],
-            f"{row['acceptance_length']:.3f}",
-            f"{row['tokens_per_second']['baseline']:.1f}",
-            f"{row['tokens_per_second']['draft']:.1f}",
-            f"{row['speedup']:.2f}",
-        )
-        for row in details.get("batch_sizes") or ()
-    ]
+    rows = []
+    for row in details.get("batch_sizes") or ():
+        rates = row.get("tokens_per_second") or {}
+        cells = [_round(row.get("acceptance_length"), 3)]
+        cells += [_round(rates.get(name), 1) for name in ("baseline", "draft")]
+        rows.append([row.get("batch_size"), *cells, _round(row.get("speedup"), 2)])
     positions = ", ".join(f"{x:.3f}" for x in results["acceptance_per_position"])
     same = results.get("identical_outputs")
     claim = {True: "identical", False: "not identical"}.get(same, "not compared")
@@ -138,6 +134,10 @@ def _figures(facts: Facts) -> list[str]:
         "",
         _measured(facts, details),
     ]
+
+
+def _round(value: Any, digits: int) -> str:
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else "unknown"
 
 
 def _measured(facts: Facts, details: dict[str, Any]) -> str:

@@ -1,13 +1,14 @@
 """The draft as SGLang's EAGLE-3 reader takes it: names, ids, config; and what it cannot compute.
 
-Source: sgl-project/sglang, python/sglang/srt/models/llama_eagle3.py at 03d5a7771f60 and
-d737979cbd17 (class LlamaForCausalLMEagle3); model_executor/model_runner.py and
-speculative/eagle_worker.py there. SGLang itself was not run here. What they do:
+Source: sgl-project/sglang, python/sglang/srt/: models/llama_eagle3.py at 03d5a7771f60 and
+d737979cbd17 (class LlamaForCausalLMEagle3), speculative/eagle_worker.py at fba8eccd7ebe,
+model_executor/model_runner.py (eagle_config). SGLang itself was not run here. What they do:
 
 - Names: `midlayer.*` (later versions map it to `layers.0.`), `fc`, `norm`, `lm_head`,
   `embed_tokens`, each also with `model.` before it. A name that it does not know is dropped without
   a word, so what it has no part for is refused here and not left to it.
-- `d2t`: offsets, `target = i + d2t[i]`, as in vLLM; `t2d` is skipped.
+- `d2t`: offsets, `target = i + d2t[i]`, as in vLLM; `t2d` is skipped. eagle_worker.py wants a d2t
+  at that commit; later ones do without, where the draft has the whole vocabulary.
 - Layers: `eagle_config.eagle_aux_hidden_state_layer_ids`, and it adds one to each
   (contracts/layers.py, sglang_ids); without them it takes its own three.
 - The embedding is the verifier's, whatever the draft has (eagle_worker.py, set_embed).
