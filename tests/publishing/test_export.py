@@ -244,13 +244,15 @@ def test_token_samples_with_their_card(world, cli):
 
 
 def test_what_cards_say_is_in_no_key(world):
+    from kimi_eagle.contracts.drift import _comparable
     from kimi_eagle.recipe import load
     from kimi_eagle.stages.context import recipe_digest
 
-    before = recipe_digest(load(world.recipe))
+    before, told = recipe_digest(load(world.recipe)), _comparable(load(world.recipe))
     text = world.recipe.read_text().replace('"cc-by-4.0"', '"mit"')
     world.recipe.write_text(text + '[card]\nlicense = "mit"\n')
     assert recipe_digest(load(world.recipe)) == before
+    assert _comparable(load(world.recipe)) == told, "no drift"
 
 
 @pytest.mark.parametrize("words", [("--for", "sglang"), ("--without-embedding",)])
@@ -297,3 +299,17 @@ def test_the_image_of_the_lock_is_in_the_card(world, cli):
     world.run.lock.write_text("{}")
     assert cli("export", world.run.path, world.path / "bare").exit_code == 0
     assert "versions are unknown" in (world.path / "bare/README.md").read_text()
+
+
+def test_diff_shows_what_cards_say_and_counts_it_not(world):
+    from kimi_eagle.lock import rundiff
+    from kimi_eagle.recipe import load
+    from kimi_eagle.rundir import follow
+
+    before = runlock.compose(world.run)
+    text = world.recipe.read_text().replace('"cc-by-4.0"', '"mit"')
+    world.recipe.write_text(text + '[card]\nlicense = "mit"\n')
+    follow(world.run, load(world.recipe), world.recipe)
+    rows = {r.what: r for r in rundiff.compare(before, runlock.compose(world.run))}
+    for name in ("recipe.card.license", "recipe.sources.chat.license"):
+        assert rows[name].same is False and not rows[name].differs, name
