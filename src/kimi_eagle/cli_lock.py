@@ -90,7 +90,9 @@ def reproduce(
         at[key] = path
     lock = runlock.read(run_path)
     site = load_site(site_name) if site_name else None
-    found = checking.look(lock, image_file=image_file, at=at, on_nodes=site.name if site else None)
+    found = checking.look(
+        lock, image_file=image_file, at=at, on_nodes=site.name if site else None
+    )
     refused = found.refused(allow)
     result = {"checks": found.as_json(), "refused": [c.what for c in refused]}
     until = again.last_stage(lock)

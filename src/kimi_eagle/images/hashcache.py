@@ -73,7 +73,9 @@ def sha256(
     return state.hexdigest()
 
 
-def blocks(file: BinaryIO, path: str, size: int, progress: Progress | None) -> Iterator[memoryview]:
+def blocks(
+    file: BinaryIO, path: str, size: int, progress: Progress | None
+) -> Iterator[memoryview]:
     """The bytes of an open image, each block good until the next; UsageError beyond `size`."""
     block = memoryview(bytearray(_BLOCK))
     while True:
