@@ -15,6 +15,7 @@ import click
 from kimi_eagle import (
     __version__,
     cli_check,
+    cli_export,
     cli_image,
     cli_lock,
     cli_selftest,
@@ -352,6 +353,7 @@ for command in (
     cli_verify.verify,
     cli_lock.reproduce,
     cli_lock.diff,
+    cli_export.export,
     cli_image.image,
     cli_site.site,
     cli_selftest.selftest,

@@ -63,6 +63,8 @@ class SourceSection(Section):
     sets the amount. Unset: all rows are taken."""
     limit: int | None = Field(default=None, gt=0)
     """Rows taken at most, the first ones of the seeded order."""
+    license: str | None = None
+    """Its licence, for the cards of `kimi-eagle export`. In no key."""
 
 
 class EngineSection(Section):
@@ -261,6 +263,15 @@ class ContractsSection(Section):
     """Ids of rules whose problems are meant to be so: told, but nothing stops. In no key."""
 
 
+class CardSection(Section):
+    """What the cards of `kimi-eagle export` say and no file of the run knows. In no key."""
+
+    license: str | None = None
+    """Licence of the draft, as the Hugging Face hub names it; unset: that of the verifier."""
+    base_model: str | None = None
+    """Name of the verifier on the hub (owner/name); its path here means nothing elsewhere."""
+
+
 class Recipe(Section):
     """A whole recipe file; `load` reads one."""
 
@@ -284,6 +295,7 @@ class Recipe(Section):
     slurm: SlurmSection = SlurmSection()
     notify: NotifySection = NotifySection()
     container: ContainerSection = ContainerSection()
+    card: CardSection = CardSection()
 
     @model_validator(mode="after")
     def _agree(self) -> Recipe:

@@ -181,6 +181,8 @@ def _comparable(recipe: Any) -> dict[str, Any]:
             "slurm": True,
             "notify": True,
             "container": True,
+            "card": True,
+            "sources": {"__all__": {"license"}},
             "regenerate": {"engine"},
             "extract": {"engine", "layers"},
             "train": {"on_damage", "max_damaged_share"},

@@ -31,8 +31,8 @@ PATH_FIELDS = ("verifier.path", "template.chat_template", "benchmark.prompts")
 
 LABELS = ("ai.kimi-eagle.", "org.opencontainers.image.")
 """Labels that say what an image holds; Apptainer adds others of its own."""
-MADE_ELSEWHERE = ("slurm", "notify", "container")
-"""Sections that say how jobs are made and who is told, and change no result."""
+MADE_ELSEWHERE = ("slurm", "notify", "container", "card")
+"""Sections that say how jobs are made, who is told and what cards say, and change no result."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def _recipe(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Row]:
         return
     for name in _names(one, two):
         row = _row(f"recipe.{name}", one, two, name)
-        yield replace(row, beside=name.partition(".")[0] in MADE_ELSEWHERE)
+        said = name.startswith("sources.") and name.endswith(".license")
+        yield replace(row, beside=said or name.partition(".")[0] in MADE_ELSEWHERE)
 
 
 def flat_recipe(lock: dict[str, Any]) -> dict[str, Any] | None:

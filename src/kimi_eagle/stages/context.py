@@ -156,9 +156,12 @@ def open_context(path: str | Path) -> Context:
 def recipe_digest(recipe: Recipe) -> str:
     """Stands for what a recipe makes: tells a worker of an earlier recipe from one of this.
 
-    How many jobs do it, in what, and who is told may change in the middle of a run.
+    How many jobs do it, in what, who is told, and what cards say may change in the middle of a run.
     """
-    made_elsewhere = {"slurm", "notify", "container", "contracts"}
+    made_elsewhere: dict[str, Any] = dict.fromkeys(
+        ("slurm", "notify", "container", "contracts", "card"), True
+    )
+    made_elsewhere["sources"] = {"__all__": {"license"}}
     return files.digest(recipe.model_dump(mode="json", exclude=made_elsewhere))
 
 
