@@ -26,7 +26,7 @@ demo: setup
 	@$(BIN)/kimi-eagle run jobs/smollm2.toml --run runs/smollm2
 
 test: setup
-	@$(BIN)/python -m pytest -q -n 2
+	@$(BIN)/python -m pytest -q
 
 quick: setup
 	@$(BIN)/python -m pytest -q -m "not slow and not campaign"
