@@ -20,8 +20,8 @@ MACHINE = ("slurm_room", "containers_room")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`make test` runs in two processes: a file stays in one, and so do all that use the machine
-    as a whole. Those wait for Slurm most of the time; the others compute meanwhile.
+    """`pytest -n 2`: a file stays in one process, and so do all that use the machine as a whole.
+    Not what `make test` does: Slurm's fault tests have times of their own, and fail beside others.
 
     Not by `--dist loadgroup`: pytest-xdist 3.8.0 writes the group into Item._nodeid, which pytest
     9.2.0 no longer reads.
