@@ -23,12 +23,15 @@ def test_a_unit_that_outlasts_the_time_limit_is_dropped(case: Case) -> None:
     """One task of an array reaches its limit in mid-unit: it alone comes back, with its number."""
     case.configure("workers = 2", site={"time": "10", "grace_seconds": 16})
     case.open(1, 2, 3)
+    begun = time.monotonic()
     case.extract()
     claimed = case.wait_claims(2)
     unit = sorted(claimed)[0]
     short, other = claimed[unit]["job"], claimed[sorted(claimed)[1]]["job"]
-    case.scontrol("update", f"JobId={short}", "TimeLimit=1")
-    wait(lambda: case.state(short) == "PENDING", 120, "the job requeued")
+    # A limit that is past already would end the job at once, without the signal before it.
+    minutes = int(time.monotonic() - begun) // 60 + 2
+    case.scontrol("update", f"JobId={short}", f"TimeLimit={minutes}")
+    wait(lambda: case.state(short) == "PENDING", 200, "the job requeued")
     assert "USR2" in case.logs() and unit not in case.claims()
     assert case.state(other) == "RUNNING"
     case.release()
