@@ -175,9 +175,7 @@ FITS = ("draft-complete", "draft-kind", "draft-fits-verifier")
     after=FITS,
 )
 def verifier_path(facts: Facts) -> Iterator[Problem | Note]:
-    section = ours(facts).config.get("speculators_config")
-    verifier = section.get("verifier") if isinstance(section, dict) else None
-    named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    named = ours(facts).named_verifier
     where = str(facts.draft_files.path / "config.json")
     if not named or not Path(named).is_absolute():
         yield Problem(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kimi_eagle.rundir import RunDir
     from kimi_eagle.shards.store import ShardSet
     from kimi_eagle.site import Site
-    from kimi_eagle.stages.context import Context
     from kimi_eagle.training.draftfiles import DraftFiles
     from kimi_eagle.verifier import Verifier
     from kimi_eagle.vocab import VocabMapping
@@ -163,13 +162,6 @@ class Facts:
         return bool(self.site and self.site.image) and image_digest() is None
 
     # -- from the run ----------------------------------------------------------------------------
-
-    @cached_property
-    def context(self) -> Context | None:
-        """The run under this recipe; None before it was begun."""
-        from kimi_eagle.stages.context import Context
-
-        return None if self.lacks("run") else Context(self.run, self.recipe)
 
     @cached_property
     def samples(self) -> list[Path] | None:

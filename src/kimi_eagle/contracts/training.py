@@ -12,7 +12,6 @@ from kimi_eagle.contracts.draft_shape import YARN
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import Note, Problem, rule
 from kimi_eagle.training import draftkind
-from kimi_eagle.training.draftfiles import DraftFiles
 from kimi_eagle.training.shape import rope_parameters, text_config
 
 LOSSES = ("ce", "jsd", "kl_div", "lk_hybrid", "nla", "rkl", "tv")
@@ -243,15 +242,9 @@ def from_verifier(facts: Facts) -> Iterator[Problem | Note]:
                 expected=f"{text.get(key)}",
             )
             return
-    named = _verifier_of(facts.start)
+    named = facts.start.named_verifier
     if named and Path(named).name != facts.verifier.path.name:
         yield Note(f"it names the verifier {named}")
-
-
-def _verifier_of(draft: DraftFiles) -> str | None:
-    section = draft.config.get("speculators_config")
-    verifier = section.get("verifier") if isinstance(section, dict) else None
-    return verifier.get("name_or_path") if isinstance(verifier, dict) else None
 
 
 SHAPE = ("hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim")

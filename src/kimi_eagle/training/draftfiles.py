@@ -149,6 +149,13 @@ class DraftFiles:
         return found
 
     @property
+    def named_verifier(self) -> str | None:
+        """speculators_config.verifier.name_or_path; None where the config names none."""
+        section = self.config.get("speculators_config")
+        verifier = section.get("verifier") if isinstance(section, dict) else None
+        return verifier.get("name_or_path") if isinstance(verifier, dict) else None
+
+    @property
     def aux_layers(self) -> list[int]:
         """Ids of the states that feed the draft."""
         return [int(k) for k in _aux(self.config) or []]
