@@ -30,7 +30,7 @@ from typing import Any
 from kimi_eagle.bench.workload import Workload
 from kimi_eagle.errors import RunError
 
-FORMAT = "measurement/1"
+FORMAT = "measurement/2"
 _MARK = "@kimi-eagle "
 # Counters of vllm/v1/spec_decode/metrics.py (0.31.0), without their prefix.
 _COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
@@ -69,7 +69,8 @@ class Spec:
         """sha256 hex; k does not enter the baseline's, so that other k can reuse it."""
         data = asdict(self) | {"format": FORMAT}
         del data["verifier"], data["draft"], data["environment"]
-        del data["workload"]["names"]
+        for told in ("names", "categories", "sources", "later_turns"):
+            del data["workload"][told]
         if not self.draft:
             del data["workload"]["k"], data["workload"]["digest"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -81,6 +82,8 @@ class Run:
 
     seconds: from the first request to the last answer, prefill included. tokens, finish_reasons:
     one entry a prompt. counters: vLLM's spec-decode counters of this run, None without a draft.
+    histograms: one a prompt, element j counts the drafts of which j tokens were accepted; also
+    None without a draft.
     """
 
     batch_size: int
@@ -88,6 +91,7 @@ class Run:
     tokens: list[list[int]]
     finish_reasons: list[str]
     counters: dict[str, Any] | None
+    histograms: list[list[int]] | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -263,6 +267,7 @@ def _load(spec: dict[str, Any]) -> Any:
             "model": spec["draft"],
             "num_speculative_tokens": spec["workload"].k,
         }
+        arguments["per_request_spec_decode_metrics"] = "summary"
     return LLM(**arguments)
 
 
@@ -273,13 +278,13 @@ def _run(llm: Any, spec: dict[str, Any], batch_size: int, earlier: list[Run]) ->
     for _ in _answers(llm, workload.prompts[:batch_size], batch_size, short, "warm-up"):
         pass
     before = _counters(llm)
-    found: dict[int, tuple[list[int], str]] = {}
+    found: dict[int, tuple[list[int], str, list[int]]] = {}
     tokens = sum(run.output_tokens for run in earlier)
     start = time.perf_counter()
-    for index, ids, reason in _answers(
+    for index, ids, *rest in _answers(
         llm, workload.prompts, batch_size, workload.max_tokens, "measured"
     ):
-        found[index] = (ids, reason)
+        found[index] = (ids, *rest)
         tokens += len(ids)
         done = len(earlier) + len(found) / len(workload.prompts)
         _tell(share=done / len(spec["batch_sizes"]), tokens=tokens, batch_size=batch_size)
@@ -288,14 +293,14 @@ def _run(llm: Any, spec: dict[str, Any], batch_size: int, earlier: list[Run]) ->
     counters = None
     if spec["draft"]:
         counters = {name: _difference(after[name], before[name]) for name in _COUNTERS}
-    order = range(len(workload.prompts))
-    return Run(
-        batch_size, seconds, [found[i][0] for i in order], [found[i][1] for i in order], counters
-    )
+    ids, reasons, accepted = (list(c) for c in zip(*(found[i] for i in sorted(found)), strict=True))
+    return Run(batch_size, seconds, ids, reasons, counters, accepted if spec["draft"] else None)
 
 
 def _answers(llm: Any, prompts: Any, batch_size: int, max_tokens: int, label: str) -> Any:
-    """Yield (index, token ids, finish reason) as answers end; a free place is filled at once.
+    """Yield (index, token ids, finish reason, histogram) as answers end.
+
+    A free place is filled at once. histogram: as in Run, [] where the engine made no draft.
 
     Steps the engine itself instead of `LLM.generate`, whose concurrency is max_num_seqs: one
     engine then serves all batch sizes.
@@ -323,7 +328,9 @@ def _answers(llm: Any, prompts: Any, batch_size: int, max_tokens: int, label: st
                 flying -= 1
                 answer = output.outputs[0]
                 index = int(output.request_id.split("-")[-1])
-                yield index, list(answer.token_ids), str(answer.finish_reason)
+                drafts = answer.spec_decode_metrics
+                accepted = list(drafts.histogram) if drafts else []
+                yield index, list(answer.token_ids), str(answer.finish_reason), accepted
 
 
 def _counters(llm: Any) -> dict[str, Any]:

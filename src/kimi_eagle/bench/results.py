@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_eagle.bench.draftdir import DraftInfo, open_draft
+from kimi_eagle.bench.groups import accepted_lengths, by_group
 from kimi_eagle.bench.measure import Measurement, Run, Spec, measure
 from kimi_eagle.bench.workload import Workload, load_workload
 from kimi_eagle.errors import RunError, UsageError
@@ -120,6 +121,8 @@ def compare(
     ]
     head = table[0]
     same, reason, prompts = _identity(spec.engine["dtype"], names, draft.runs[0], baseline.runs[0])
+    for entry, more in zip(prompts, accepted_lengths(spec.workload, draft.runs[0]), strict=True):
+        entry |= more
     return {
         "acceptance_length": head["acceptance_length"],
         "acceptance_per_position": head["acceptance_per_position"],
@@ -133,6 +136,9 @@ def compare(
             "conditional_acceptance": head["conditional_acceptance"],
             "speedup": head["speedup"],
             "batch_sizes": table,
+            "by_category": by_group(spec.workload.categories, k, draft.runs[0], baseline.runs[0]),
+            "by_source": by_group(spec.workload.sources, k, draft.runs[0], baseline.runs[0]),
+            "later_turns_not_asked": spec.workload.later_turns,
             "prompts": prompts,
             "max_tokens": spec.workload.max_tokens,
             "dtype": spec.engine["dtype"],

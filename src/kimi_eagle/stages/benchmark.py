@@ -12,7 +12,7 @@ from kimi_eagle.stages.context import Context
 if TYPE_CHECKING:
     from kimi_eagle.worker import Worker
 
-FORMAT = "bench/1"
+FORMAT = "bench/2"
 
 
 def plan(ctx: Context) -> list[Unit]:
@@ -27,8 +27,9 @@ def plan(ctx: Context) -> list[Unit]:
         "verifier": ctx.verifier.id(),
         "draft": files.digest([f["xxh3"] for f in trained.data["files"] if "/" in f["name"]]),
         "workload": workload.digest,
+        "groups": files.digest([workload.names, workload.categories, workload.sources]),
         "benchmark": ctx.recipe.benchmark.model_dump(
-            mode="json", exclude={"prompts", "limit", "engine"}
+            mode="json", exclude={"prompts", "sources", "limit", "engine"}
         ),
         "engine": served(ctx.engine_parts("benchmark"), ctx.verifier.config),
     }
