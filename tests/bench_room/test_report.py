@@ -138,6 +138,15 @@ def test_acceptance_by_category_and_source(tmp_path: Path) -> None:
     assert "1.875" in words and "2.375" in words
 
 
+def test_prompts_that_were_trained_on_are_shown(tmp_path: Path) -> None:
+    example = {"prompt": "held:7", "trained": "chat: row 3", "words": "one two three"}
+    for count, shown in ((1, True), (0, False)):
+        near = {"prompts": count, "compared": 16, "not_compared": 0, "examples": [example] * count}
+        results = {**RESULTS, "details": {**RESULTS["details"], "near_duplicates": near}}
+        text = Page(render(ReportData("x", results=results), tmp_path)).words
+        assert ("held:7" in text and "1 of 16 prompts" in text) is shown
+
+
 def test_each_part_alone(tmp_path: Path) -> None:
     (tmp_path / "c").write_text('{"step": 1, "loss": 2.0}\n')
     for part in (

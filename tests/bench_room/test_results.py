@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kimi_eagle.bench.draftdir import DraftInfo
+from kimi_eagle.bench.groups import by_category
 from kimi_eagle.bench.measure import Measurement, Run, Spec
 from kimi_eagle.bench.results import compare
 from kimi_eagle.bench.workload import make_workload
@@ -99,6 +100,11 @@ def test_figures_by_category_and_source_add_up_to_the_whole() -> None:
     assert [p["category"] for p in details["prompts"]] == ["code", "chat"]
     assert [p["acceptance_length"] for p in details["prompts"]] == pytest.approx([1 + 4 / 6, 2.0])
     assert details["later_turns_not_asked"] == 1
+    assert list(by_category(found)) == [
+        "  category code: 1.67, 1 prompts",
+        "  category chat: 2.00, 1 prompts",
+        "  first turns only: 1 later turns were not asked",
+    ]
 
 
 def test_a_prompt_without_a_draft_has_no_length() -> None:

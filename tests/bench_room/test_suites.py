@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -96,6 +97,17 @@ def test_limit_counts_over_the_files_of_a_folder(tmp_path: Path) -> None:
     for name in "ab":
         write(tmp_path / f"{name}.jsonl", *({"prompt": f"{name}{i}"} for i in range(2)))
     assert [asked(q) for q in read(tmp_path, limit=3)] == ["a0", "a1", "b0"]
+
+
+def test_our_own_prompts_cover_six_categories(root: Path) -> None:
+    found = read(root / "jobs/data/categories.jsonl")
+    counts = Counter(q.category for q in found)
+    assert counts.keys() == {"chat", "code", "maths", "chinese", "tools", "long"}
+    assert min(counts.values()) >= 4
+    rows = [(q.category, q.row) for q in found if isinstance(q.row, Conversation)]
+    assert all(bool(row.tools) == (category == "tools") for category, row in rows)
+    last = {c: [len(r.messages[-1]["content"]) for k, r in rows if k == c] for c in counts}
+    assert min(last["long"]) > 6000 > max(last["code"] + last["maths"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ prompts share the engine's steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kimi_eagle.bench.measure import Run
@@ -35,6 +35,18 @@ def accepted_lengths(workload: Workload, draft: Run) -> list[dict[str, Any]]:
             told |= {"category": workload.categories[i], "source": workload.sources[i]}
         found.append(told)
     return found
+
+
+def by_category(results: Mapping[str, Any]) -> Iterator[str]:
+    """Lines for a person: acceptance length by category, by source, and what was not asked."""
+    details = results["details"]
+    for kind in ("category", "source"):
+        for name, found in details[f"by_{kind}"].items() if len(details[f"by_{kind}"]) > 1 else ():
+            length = found["acceptance_length"]
+            told = "no draft" if length is None else f"{length:.2f}"
+            yield f"  {kind} {name}: {told}, {found['prompts']} prompts"
+    if later := details["later_turns_not_asked"]:
+        yield f"  first turns only: {later} later turns were not asked"
 
 
 def _figures(k: int, draft: Run, baseline: Run, rows: list[int]) -> dict[str, Any]:

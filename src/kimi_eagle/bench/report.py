@@ -18,6 +18,7 @@ from xml.etree.ElementTree import Element, tostring
 from kimi_eagle.bench import curves
 from kimi_eagle.bench.svg import Bar, Series, columns, h, lines, number, stacked
 from kimi_eagle.bench.tables import (
+    duplicate_note,
     flat,
     group_tables,
     plain,
@@ -83,6 +84,7 @@ def render(data: ReportData, folder: Path) -> str:
         _accepted(data.accepted),
         speed_table(data.results),
         group_tables(data.results),
+        duplicate_note(data.results),
         prompt_table(data.results),
         _data_tables(data),
         _provenance(data),

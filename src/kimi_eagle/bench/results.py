@@ -36,12 +36,14 @@ def run_benchmark(
     *,
     workload: Workload | None = None,
     results: Path | None = None,
+    duplicates: dict[str, Any] | None = None,
     on_progress: Callable[[float, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure with and without the draft; write and return results.json's content.
 
     draft: any draft directory that vLLM loads. workload: default the recipe's held-out prompts.
     results: the file to write, default out_dir/results.json; measurements lie in out_dir.
+    duplicates: what overlap.py found, kept in details; None where the training data are not known.
     on_progress(share done 0..1, tokens generated so far). Raises UsageError for a directory that
     is no draft for this verifier or a bad prompts file, RunError where an engine fails; finished
     measurements are kept either way.
@@ -68,6 +70,7 @@ def run_benchmark(
 
         found.append(measure(spec, measurement_path(out_dir, spec), report))
     data = compare(specs[0], found[0], found[1], info)
+    data["details"]["near_duplicates"] = duplicates
     write_atomic(results, json.dumps(data, indent=1))
     return data
 

@@ -67,6 +67,20 @@ def group_tables(results: Mapping[str, Any] | None) -> Element | None:
     return section("Acceptance by category", *tables, note)
 
 
+def duplicate_note(results: Mapping[str, Any] | None) -> Element | None:
+    """Benchmark prompts that share runs of words with the training data, if any."""
+    found = ((results or {}).get("details") or {}).get("near_duplicates") or {}
+    if not found.get("prompts"):
+        return None
+    titles = ("prompt", "as in", "words in common")
+    rows = [[e["prompt"], e["trained"], e["words"]] for e in found["examples"]]
+    note = (
+        f"{found['prompts']} of {found['compared']} prompts share 13 words in a row, or all they"
+        " have, with a prompt of the training data."
+    )
+    return section("Trained on what was asked", h("p", note, class_="bad"), table(titles, rows, 3))
+
+
 def _group_table(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Element:
     rows = []
     for group, found in groups.items():
