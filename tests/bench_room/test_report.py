@@ -126,12 +126,12 @@ def test_acceptance_by_category_and_source(tmp_path: Path) -> None:
     details = {
         "by_category": {"chat": group(2.125), "code": group(None, 1)},
         "by_source": {"own": group(1.875, 3)},
-        "later_turns_not_asked": 4,
+        "later_turns": 4,
     }
     results = {**RESULTS, "details": RESULTS["details"] | details}
     words = Page(render(ReportData("x", results=results), tmp_path)).words
     assert "2.125" in words and "0.50 0.25 0.12" in words and "code" in words
-    assert "First turns only: 4 later turns" in words
+    assert "4 of the prompts are later turns" in words
     assert "1.875" not in words  # one source is the whole
     details["by_source"]["mt-bench"] = group(2.375)
     words = Page(render(ReportData("x", results=results | {"details": details}), tmp_path)).words

@@ -20,7 +20,7 @@ TOKENS = [[1, 2, 3, 4], [5, 6]]
 
 def spec(dtype: str = "float32", **more: object) -> Spec:
     workload = make_workload(
-        ["a", "b"], [[1], [2]], 4, 3, categories=["code", "chat"], sources=["x", "x"], later_turns=1
+        ["a", "b"], [[1], [2]], 4, 3, categories=["code", "chat"], sources=["x", "x"]
     )
     base = {"draft": "/d", "draft_digest": "dd", "speculative": {"method": "eagle3"}}
     return Spec(
@@ -99,11 +99,9 @@ def test_figures_by_category_and_source_add_up_to_the_whole() -> None:
     assert whole["acceptance_per_position"] == pytest.approx(found["acceptance_per_position"])
     assert [p["category"] for p in details["prompts"]] == ["code", "chat"]
     assert [p["acceptance_length"] for p in details["prompts"]] == pytest.approx([1 + 4 / 6, 2.0])
-    assert details["later_turns_not_asked"] == 1
     assert list(by_category(found)) == [
         "  category code: 1.67, 1 prompts",
         "  category chat: 2.00, 1 prompts",
-        "  first turns only: 1 later turns were not asked",
     ]
 
 

@@ -97,8 +97,16 @@ def test_several_workloads_are_told_apart(tmp_path: Path, template: ChatTemplate
     assert made.names == ("own:1", "own:2", "mt-bench:1", "folder/part:1")
     assert made.categories == ("own", "own", "writing", "maths")
     assert made.sources == ("own", "own", "mt-bench", "folder")
-    assert made.later_turns == 1
+    (going_on,) = made.later
+    assert going_on["prompt"] == 2 and going_on["turns"] == ["Now in verse."]
+    assert made.template == template.digest()
     assert "Describe a pier." in template.tokenizer.decode(made.prompts[2])
+
+
+def test_all_answers_of_a_conversation_must_fit(tmp_path: Path, template: ChatTemplate) -> None:
+    file = write(tmp_path / "q.jsonl", {"category": "x", "turns": ["Hi"] * 8})
+    with pytest.raises(UsageError, match="8 answers of 32 exceed max_model_len 256"):
+        load_workload(recipe_for(file), template)
 
 
 def test_a_benchmark_asks_prompts_or_sources(tmp_path: Path) -> None:

@@ -38,15 +38,13 @@ def accepted_lengths(workload: Workload, draft: Run) -> list[dict[str, Any]]:
 
 
 def by_category(results: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for a person: acceptance length by category, by source, and what was not asked."""
+    """Lines for a person: acceptance length by category and by source."""
     details = results["details"]
     for kind in ("category", "source"):
         for name, found in details[f"by_{kind}"].items() if len(details[f"by_{kind}"]) > 1 else ():
             length = found["acceptance_length"]
             told = "no draft" if length is None else f"{length:.2f}"
             yield f"  {kind} {name}: {told}, {found['prompts']} prompts"
-    if later := details["later_turns_not_asked"]:
-        yield f"  first turns only: {later} later turns were not asked"
 
 
 def _figures(k: int, draft: Run, baseline: Run, rows: list[int]) -> dict[str, Any]:

@@ -45,7 +45,8 @@ class Spec:
     engine: what capture.settings.settings made of the recipe's section, vLLM's version included.
     environment: variables of the child's process. speculative: vLLM's speculative_config without
     path and k, None for the baseline. verifier_id, draft_digest: contents behind the two paths;
-    neither the paths nor the environment enter the digest.
+    neither the paths nor the environment enter the digest. template: the recipe's section, with
+    which the baseline makes prompts of the workload's later turns.
     """
 
     verifier: str
@@ -58,6 +59,7 @@ class Spec:
     draft_digest: str | None = None
     speculative: dict[str, Any] | None = None
     trust_remote_code: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -68,8 +70,8 @@ class Spec:
     def digest(self) -> str:
         """sha256 hex; k does not enter the baseline's, so that other k can reuse it."""
         data = asdict(self) | {"format": FORMAT}
-        del data["verifier"], data["draft"], data["environment"]
-        for told in ("names", "categories", "sources", "later_turns"):
+        del data["verifier"], data["draft"], data["environment"], data["template"]
+        for told in ("names", "categories", "sources"):
             del data["workload"][told]
         if not self.draft:
             del data["workload"]["k"], data["workload"]["digest"]
@@ -106,7 +108,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one engine did; runs in the order of the spec's batch sizes."""
+    """What one engine did; runs in the order of the spec's batch sizes.
+
+    workload: what was asked, where the spec's had later turns; else None.
+    """
 
     spec_digest: str
     kind: str
@@ -116,6 +121,7 @@ class Measurement:
     runs: list[Run]
     versions: dict[str, str]
     threads: int
+    workload: Workload | None = None
     reused: bool = False
 
 
@@ -152,6 +158,7 @@ def read(out: Path, digest: str) -> Measurement | None:
         if data.pop("format") != FORMAT or data["spec_digest"] != digest:
             return None
         data["runs"] = [Run(**run) for run in data["runs"]]
+        data["workload"] = data.get("workload") and Workload(**data["workload"])
         return Measurement(**data, reused=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -220,19 +227,24 @@ def main(argv: list[str]) -> int:
     llm = _load(spec)
     loaded = time.monotonic()
     _tell(share=0.0, tokens=0, load_seconds=round(loaded - started, 2))
+    digest, kind, later = Spec(**spec).digest(), Spec(**spec).kind, bool(spec["workload"].later)
+    if later:
+        spec["workload"] = _asked_on(llm, spec)
+    ready = time.monotonic()
     runs: list[Run] = []
     for size in spec["batch_sizes"]:
         runs.append(_run(llm, spec, size, runs))
     result = {
         "format": FORMAT,
-        "spec_digest": Spec(**spec).digest(),
-        "kind": Spec(**spec).kind,
+        "spec_digest": digest,
+        "kind": kind,
         "load_seconds": loaded - started,
-        "measure_seconds": time.monotonic() - loaded,
+        "measure_seconds": time.monotonic() - ready,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "runs": [asdict(run) for run in runs],
         "versions": spec["versions"],
         "threads": _threads(),
+        "workload": asdict(spec["workload"]) if later else None,
     }
     from kimi_eagle.files import write_atomic
 
@@ -269,6 +281,24 @@ def _load(spec: dict[str, Any]) -> Any:
         }
         arguments["per_request_spec_decode_metrics"] = "summary"
     return LLM(**arguments)
+
+
+def _asked_on(llm: Any, spec: dict[str, Any]) -> Workload:
+    """The workload with its later turns as prompts, after this engine's own answers."""
+    from kimi_eagle.bench.later import with_later_turns
+    from kimi_eagle.data.template import ChatTemplate
+    from kimi_eagle.recipe import TemplateSection
+    from kimi_eagle.verifier import open_verifier
+
+    verifier = open_verifier(spec["verifier"], trust_remote_code=spec["trust_remote_code"])
+    template = ChatTemplate(verifier, TemplateSection(**spec["template"]))
+    size, most = max(spec["batch_sizes"]), spec["workload"].max_tokens
+
+    def answer(prompts: Any) -> list[list[int]]:
+        found = {i: ids for i, ids, *_ in _answers(llm, prompts, size, most, "earlier")}
+        return [found[i] for i in range(len(prompts))]
+
+    return with_later_turns(spec["workload"], answer, template, spec["engine"]["max_model_len"])
 
 
 def _run(llm: Any, spec: dict[str, Any], batch_size: int, earlier: list[Run]) -> Run:

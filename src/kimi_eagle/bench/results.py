@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,17 +60,21 @@ def run_benchmark(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UsageError(f"cannot be written: {e.strerror}", where=folder) from None
-    specs = make_specs(recipe, verifier, info, workload)
+    spec, alone = make_specs(recipe, verifier, info, workload)
     found: list[Measurement] = []
-    for number, spec in enumerate(specs):
+    # The verifier alone goes first: later turns stand on its answers.
+    for number, turn in enumerate((alone, spec)):
         before = sum(run.output_tokens for m in found for run in m.runs)
 
         def report(event: dict[str, Any], number: int = number, before: int = before) -> None:
             if on_progress and "share" in event:  # the load counts as a fifth
                 on_progress((number + 0.2 + 0.8 * event["share"]) / 2, before + event["tokens"])
 
-        found.append(measure(spec, measurement_path(out_dir, spec), report))
-    data = compare(specs[0], found[0], found[1], info)
+        if found and found[0].workload:
+            turn = spec = replace(spec, workload=found[0].workload)
+        found.append(measure(turn, measurement_path(out_dir, turn), report))
+    data = compare(spec, found[1], found[0], info)
+    data["details"]["later_turns"] = sum(len(c["turns"]) for c in workload.later)
     data["details"]["near_duplicates"] = duplicates
     write_atomic(results, json.dumps(data, indent=1))
     return data
@@ -98,6 +103,7 @@ def make_specs(
         "workload": workload,
         "batch_sizes": tuple(recipe.benchmark.batch_sizes),
         "trust_remote_code": recipe.verifier.trust_remote_code,
+        "template": recipe.template.model_dump(mode="json"),
         "versions": versions(),
     }
     draft = {
@@ -141,7 +147,6 @@ def compare(
             "batch_sizes": table,
             "by_category": by_group(spec.workload.categories, k, draft.runs[0], baseline.runs[0]),
             "by_source": by_group(spec.workload.sources, k, draft.runs[0], baseline.runs[0]),
-            "later_turns_not_asked": spec.workload.later_turns,
             "prompts": prompts,
             "max_tokens": spec.workload.max_tokens,
             "dtype": spec.engine["dtype"],

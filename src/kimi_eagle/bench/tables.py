@@ -53,7 +53,7 @@ def prompt_table(results: Mapping[str, Any] | None) -> Element | None:
 
 
 def group_tables(results: Mapping[str, Any] | None) -> Element | None:
-    """Acceptance by category, and by source where there are several; what was not asked."""
+    """Acceptance by category, and by source where there are several."""
     details = (results or {}).get("details") or {}
     groups = {name: details.get(f"by_{name}") or {} for name in ("category", "source")}
     if groups["source"].keys() == groups["category"].keys() or len(groups["source"]) == 1:
@@ -62,8 +62,9 @@ def group_tables(results: Mapping[str, Any] | None) -> Element | None:
     if not tables:
         return None
     note = None
-    if later := details.get("later_turns_not_asked"):
-        note = h("p", f"First turns only: {later} later turns of these conversations not asked.")
+    if later := details.get("later_turns"):
+        text = f"{later} of the prompts are later turns, after the verifier's own answers."
+        note = h("p", text, class_="quiet")
     return section("Acceptance by category", *tables, note)
 
 

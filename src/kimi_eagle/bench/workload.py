@@ -29,9 +29,10 @@ class Workload:
     """Prompts to be answered greedily.
 
     names: one a prompt (source and row), unique. prompts: token ids. max_tokens: answer length at
-    most. k: draft tokens a step. digest: sha256 hex over ids, max_tokens and k. categories,
-    sources: one a prompt, or none. later_turns: user turns of these rows that are not asked, for
-    each would need the verifier's own answer before it.
+    most. k: draft tokens a step. digest: sha256 hex over ids, max_tokens, k and later turns.
+    categories, sources: one a prompt, or none. later: conversations that go on after the
+    verifier's answer (later.py): {"prompt": index, "messages", "tools", "turns": texts}; template:
+    the digest of what will render them, "" without any.
     """
 
     names: tuple[str, ...]
@@ -41,7 +42,8 @@ class Workload:
     digest: str
     categories: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    later_turns: int = 0
+    later: tuple[dict[str, Any], ...] = ()
+    template: str = ""
 
 
 def make_workload(
@@ -52,13 +54,17 @@ def make_workload(
     *,
     categories: Iterable[str] = (),
     sources: Iterable[str] = (),
-    later_turns: int = 0,
+    later: Iterable[dict[str, Any]] = (),
+    template: str = "",
 ) -> Workload:
     """Freeze prompts and compute their digest; what they are called does not enter it."""
     fixed = tuple(tuple(int(i) for i in ids) for ids in prompts)
-    text = json.dumps({"prompts": fixed, "max_tokens": max_tokens, "k": k}, sort_keys=True)
+    parts: dict[str, Any] = {"prompts": fixed, "max_tokens": max_tokens, "k": k}
+    if later := tuple(later):
+        parts |= {"later": later, "template": template}
+    text = json.dumps(parts, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    told = (tuple(categories), tuple(sources), later_turns)
+    told = (tuple(categories), tuple(sources), later, template if later else "")
     return Workload(tuple(names), fixed, max_tokens, k, digest, *told)
 
 
@@ -75,19 +81,25 @@ def load_workload(recipe: Recipe, template: ChatTemplate) -> Workload:
     """Held-out prompts of the recipe.
 
     A row's last open turn is asked: given answers after it are dropped; of a benchmark's row with
-    several turns the first. Raises UsageError for a missing or empty file, any bad row and a
-    prompt that, with its answer, does not fit the benchmark engine's max_model_len.
+    several turns the first, and the others later. Raises UsageError for a missing or empty file,
+    any bad row and a prompt that, with all its answers, does not fit the benchmark engine's
+    max_model_len.
     """
     section = recipe.benchmark
     room = recipe.engine_for("benchmark").max_model_len
     found = list(questions(recipe, template.verifier.vocab_size))
-    names, prompts = [], []
+    names, prompts, later = [], [], []
     for source, question in found:
         where = question.row.where
         ids = _ids(question, template)
-        if len(ids) + section.max_tokens > room:
+        if question.later:
+            later.append(_going_on(question, len(prompts)))
+        said = len(_ids(question, template, whole=True) if question.later else ids)
+        turns = 1 + len(question.later)
+        if said + turns * section.max_tokens > room:
+            answers = f"{turns} answers" if question.later else "an answer"
             raise UsageError(
-                f"prompt of {len(ids)} tokens and an answer of {section.max_tokens}"
+                f"prompt of {said} tokens and {answers} of {section.max_tokens}"
                 f" exceed max_model_len {room}",
                 where=f"{where[0]}: row {where[1]}",
                 fix="raise benchmark.engine.max_model_len or lower benchmark.max_tokens",
@@ -101,16 +113,27 @@ def load_workload(recipe: Recipe, template: ChatTemplate) -> Workload:
         section.k,
         categories=[q.category for _, q in found],
         sources=[str(source.name) for source, _ in found],
-        later_turns=sum(len(q.later) for _, q in found),
+        later=later,
+        template=template.digest() if later else "",
     )
 
 
-def _ids(question: Question, template: ChatTemplate) -> list[int]:
-    """Token ids of what is asked."""
+def _going_on(question: Question, index: int) -> dict[str, Any]:
+    row = question.row
+    messages, tools = (row.messages, row.tools) if isinstance(row, Conversation) else ([], None)
+    return {"prompt": index, "messages": messages, "tools": tools, "turns": list(question.later)}
+
+
+def _ids(question: Question, template: ChatTemplate, whole: bool = False) -> list[int]:
+    """Token ids of what is asked; whole: with the later turns, after answers of a word."""
     row = question.row
     try:
         if isinstance(row, Conversation):
-            return template.prompt_ids(ask(row.messages), row.tools)
+            messages = ask(row.messages)
+            for text in question.later if whole else ():
+                messages.append({"role": "assistant", "content": "a"})
+                messages.append({"role": "user", "content": text})
+            return template.prompt_ids(messages, row.tools)
         asked = int(row.loss_mask.argmax())
         if not asked:
             raise RowError("no-prompt", "the answer begins at the first token")
