@@ -86,6 +86,11 @@ def test_a_row_is_known_by_its_columns_and_by_its_name(
             assert (asked(found), found.category, found.later) == (text, category, later)
 
 
+def test_our_own_forms_may_have_columns_of_benchmarks_beside_them(tmp_path: Path) -> None:
+    (found,) = read(write(tmp_path / "held.jsonl", {"prompt": "Mine", "turns": 2, **GSM8K, **MATH}))
+    assert asked(found) == "Mine"
+
+
 def test_category_of_the_section_then_of_the_row_then_its_name(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", {"prompt": "Hi", "category": "chat"}, {"prompt": "Ho"})
     assert [q.category for q in read(file)] == ["chat", "mine"]

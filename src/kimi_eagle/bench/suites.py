@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kimi_eagle.data.formats import parse_row
+from kimi_eagle.data.formats import detect_format, parse_row
 from kimi_eagle.data.rows import Conversation, TokenRow
 from kimi_eagle.data.sources import ROW_FAULTS, find_files, raw_rows
 from kimi_eagle.errors import RowError, UsageError
@@ -37,7 +37,9 @@ SUITES = {
     "gsm8k": (("question", "answer"),),
     "math-500": (("problem", "answer"),),
 }
-"""Format -> the columns by which `auto` knows it, before the forms of data/formats.py."""
+"""Format -> the columns by which `auto` knows it."""
+OVER_OWN = ("speed-bench", "humaneval")
+"""Known although the columns of a form of data/formats.py are there too; others only without."""
 
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 COMPLETE = "Complete this Python function.\n\n```python\n{}\n```"
@@ -105,8 +107,9 @@ def _parse(
 
 
 def _suite(row: dict[str, Any]) -> str | None:
-    there = {k for k, v in row.items() if v is not None}
-    return next((s for s, ways in SUITES.items() if any(there >= set(w) for w in ways)), None)
+    there = [k for k, v in row.items() if v is not None]
+    likely = OVER_OWN if detect_format(there) else SUITES
+    return next((s for s in likely if any(set(there) >= set(w) for w in SUITES[s])), None)
 
 
 def _turns(row: dict[str, Any], suite: str) -> list[str]:
