@@ -199,6 +199,7 @@ def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
 
     from kimi_eagle import recipe as recipes
     from kimi_eagle.bench import run_benchmark
+    from kimi_eagle.bench.groups import by_category
     from kimi_eagle.bench.workload import load_workload
     from kimi_eagle.data.template import ChatTemplate
     from kimi_eagle.verifier import open_verifier
@@ -226,6 +227,8 @@ def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
             f"identical: {results['identical_outputs']}, {speed['baseline']:.1f} -> "
             f"{speed['draft']:.1f} tok/s\n{folder / 'results.json'}"
         )
+        for line in by_category(results):
+            click.echo(line)
 
 
 # -- looking -----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The recipe: what a run does, as one typed, frozen object read from one TOML file.
 
 Reads `jobs/*.toml`; writes nothing. Every field has its meaning, unit and default here (those about
-jobs in `recipe_jobs.py`) and nowhere else. Where a run takes place (partition, mounts) is the site
-file's matter.
+jobs, engines and the benchmark in `recipe_*.py`) and nowhere else. Where a run takes place
+(partition, mounts) is the site file's matter.
 
 Relative paths count from the recipe's own folder, `~` is the home directory: a recipe means the
 same from any working directory. The price: a recipe that is moved must take its data along.
@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from kimi_eagle.errors import UsageError
 from kimi_eagle.provenance import image_digest
+from kimi_eagle.recipe_benchmark import BenchmarkSection
+from kimi_eagle.recipe_engine import EngineSection, StageEngineSection
 from kimi_eagle.recipe_jobs import STAGES as STAGES
 from kimi_eagle.recipe_jobs import ContainerSection, NotifySection, SlurmSection
 from kimi_eagle.typed_toml import Section, absolute_path, read_toml, validated
@@ -65,46 +67,6 @@ class SourceSection(Section):
     """Rows taken at most, the first ones of the seeded order."""
     license: str | None = None
     """Its licence, for the cards of `kimi-eagle export`. In no key."""
-
-
-class EngineSection(Section):
-    """vLLM settings of a stage; `[engine]` holds the defaults, `[STAGE.engine]` overrides keys."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where torch sees a GPU, else cpu."""
-    dtype: Literal["bfloat16", "float32", "auto"] = "bfloat16"
-    """Computation type; equality of greedy outputs is claimed in float32 only."""
-    max_model_len: int = Field(default=4096, ge=16)
-    """Tokens of prompt plus answer that the engine accepts."""
-    max_num_seqs: int = Field(default=16, ge=1)
-    """Sequences in one step."""
-    max_num_batched_tokens: int = Field(default=2048, ge=16)
-    """Tokens in one step."""
-    tp: int = Field(default=1, ge=1)
-    """Tensor parallel size (GPUs that share one layer)."""
-    pp: int = Field(default=1, ge=1)
-    """Pipeline parallel size (groups of layers on different GPUs or nodes)."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of each GPU's memory that vLLM takes."""
-    cpu_kv_cache_gib: int = Field(default=2, ge=1)
-    """KV cache on CPU, GiB (vLLM's VLLM_CPU_KVCACHE_SPACE)."""
-    enforce_eager: bool = True
-    """No compilation: saves about 100 s of start; set false for long GPU runs."""
-
-
-class StageEngineSection(Section):
-    """Overrides of `[engine]` for one stage; unset keys keep the default."""
-
-    device: Literal["auto", "cpu", "cuda"] | None = None
-    dtype: Literal["bfloat16", "float32", "auto"] | None = None
-    max_model_len: int | None = Field(default=None, ge=16)
-    max_num_seqs: int | None = Field(default=None, ge=1)
-    max_num_batched_tokens: int | None = Field(default=None, ge=16)
-    tp: int | None = Field(default=None, ge=1)
-    pp: int | None = Field(default=None, ge=1)
-    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1)
-    cpu_kv_cache_gib: int | None = Field(default=None, ge=1)
-    enforce_eager: bool | None = None
 
 
 class RegenerateSection(Section):
@@ -242,20 +204,6 @@ class TrainSection(Section):
     draft: DraftSection = DraftSection()
 
 
-class BenchmarkSection(Section):
-    """Acceptance and speed with and without the draft on held-out prompts."""
-
-    prompts: str
-    """JSONL of held-out prompts (same forms as a source)."""
-    limit: int | None = Field(default=None, gt=0)
-    k: int = Field(default=3, ge=1, le=64)
-    """Draft tokens a step (num_speculative_tokens)."""
-    max_tokens: int = Field(default=128, ge=1)
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
-    """Sequences in flight; the first one gives the headline figures."""
-    engine: StageEngineSection = StageEngineSection()
-
-
 class ContractsSection(Section):
     """What `kimi-eagle check` and the stages' openings take as known."""
 
@@ -315,9 +263,13 @@ class Recipe(Section):
                     f"{name} {needed} needs max_model_len > {needed} in [{stage}.engine], "
                     f"got {length}"
                 )
-        names = [s.name or Path(s.path).stem for s in self.sources]
-        if len(set(names)) != len(names):
-            raise ValueError(f'sources: names must differ, got {names}; set name = "..."')
+        for key, sources in (
+            ("sources", self.sources),
+            ("benchmark.sources", self.benchmark.sources),
+        ):
+            names = [s.name or Path(s.path).stem for s in sources]
+            if len(set(names)) != len(names):
+                raise ValueError(f'{key}: names must differ, got {names}; set name = "..."')
         return self
 
     def engine_for(self, stage: str) -> EngineSection:
@@ -341,7 +293,10 @@ def load(path: str | Path) -> Recipe:
 
 def input_paths(recipe: Recipe) -> dict[str, str]:
     """Every file and folder that the recipe reads, by the key that names it."""
-    paths = {"verifier.path": recipe.verifier.path, "benchmark.prompts": recipe.benchmark.prompts}
+    paths = {"verifier.path": recipe.verifier.path}
+    if recipe.benchmark.prompts:
+        paths["benchmark.prompts"] = recipe.benchmark.prompts
+    paths |= {f"benchmark.sources.{s.name}.path": s.path for s in recipe.benchmark.sources}
     paths |= {f"sources.{s.name}.path": s.path for s in recipe.sources}
     if recipe.template.chat_template:
         paths["template.chat_template"] = recipe.template.chat_template
@@ -368,7 +323,16 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
     def full(text: str) -> str:
         return absolute_path(text, base)
 
+    def named(sources: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            s.model_copy(update={"path": full(s.path), "name": s.name or Path(s.path).stem})
+            for s in sources
+        )
+
     template, vocab, train = recipe.template, recipe.vocab, recipe.train
+    benchmark = recipe.benchmark.model_copy(update={"sources": named(recipe.benchmark.sources)})
+    if benchmark.prompts:
+        benchmark = benchmark.model_copy(update={"prompts": full(benchmark.prompts)})
     if template.chat_template:
         template = template.model_copy(update={"chat_template": full(template.chat_template)})
     if vocab.mapping:
@@ -381,12 +345,7 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
             "template": template,
             "vocab": vocab,
             "train": train,
-            "sources": tuple(
-                s.model_copy(update={"path": full(s.path), "name": s.name or Path(s.path).stem})
-                for s in recipe.sources
-            ),
-            "benchmark": recipe.benchmark.model_copy(
-                update={"prompts": full(recipe.benchmark.prompts)}
-            ),
+            "sources": named(recipe.sources),
+            "benchmark": benchmark,
         }
     )

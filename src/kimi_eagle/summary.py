@@ -32,6 +32,8 @@ def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dic
                 f"{skipped} damaged sample{'s'[: skipped > 1]} left out; "
                 f"kimi-eagle retry {ctx.run.path} makes what is damaged again"
             )
+        elif word := next(filter(None, (r.info.get("warning") for r in records)), None):
+            row["warning"] = word
         jobs = used.get(state.name, {})
         row |= {k: jobs[k] for k in ("gpu_hours", "waiting_s", "cpu_seconds") if k in jobs}
         rows.append(row)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,6 +77,42 @@ def test_reasons(tmp_path: Path, log: str, said: str) -> None:
     (tmp_path / "log").write_text(log)
     assert module._reason(1, tmp_path / "log") == said
     assert "SIGKILL (out of memory?)" in module._reason(-9, tmp_path / "log")
+
+
+class FakeEngine:
+    """Answers [request's first id] after one step, last come first served; two drafts each."""
+
+    def __init__(self) -> None:
+        self.flying: list[tuple[str, list[int]]] = []
+        self.most = 0
+
+    def add_request(self, name: str, prompt: dict, params: object) -> None:
+        self.flying.append((name, prompt["prompt_token_ids"]))
+        self.most = max(self.most, len(self.flying))
+
+    def step(self) -> list:
+        name, ids = self.flying.pop()
+        drafts = SimpleNamespace(histogram=[1, ids[0]])
+        answer = SimpleNamespace(
+            token_ids=ids[:1], finish_reason="stop", spec_decode_metrics=drafts
+        )
+        return [SimpleNamespace(finished=True, request_id=name, outputs=[answer])]
+
+
+@pytest.mark.parametrize("draft", ["/d", None])
+def test_answers_and_histograms_stand_in_the_order_of_the_prompts(
+    monkeypatch: pytest.MonkeyPatch, draft: str | None
+) -> None:
+    fake = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=1))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
+    llm = SimpleNamespace(llm_engine=FakeEngine(), get_metrics=lambda: [])
+    workload = make_workload(["a", "b", "c"], [[7], [8], [9]], 4, 1)
+    spec = {"workload": workload, "batch_sizes": [2], "draft": draft}
+    run = module._run(llm, spec, 2, [])
+    assert run.tokens == [[7], [8], [9]] and run.finish_reasons == ["stop"] * 3
+    assert run.histograms == ([[1, 7], [1, 8], [1, 9]] if draft else None)
+    assert llm.llm_engine.most == 2
 
 
 def test_the_child_ends_when_its_parent_is_gone(tmp_path: Path) -> None:

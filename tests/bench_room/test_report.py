@@ -111,6 +111,42 @@ def test_a_run_with_nothing_yet(tmp_path: Path) -> None:
     assert "Not benchmarked yet" in page.words and "svg" not in page.tags
 
 
+def group(length: float | None, prompts: int = 2) -> dict:
+    return {
+        "prompts": prompts,
+        "drafts": 10,
+        "output_tokens": 20,
+        "acceptance_length": length,
+        "acceptance_per_position": length and [0.5, 0.25, 0.125],
+        "identical_prompts": 1,
+    }
+
+
+def test_acceptance_by_category_and_source(tmp_path: Path) -> None:
+    details = {
+        "by_category": {"chat": group(2.125), "code": group(None, 1)},
+        "by_source": {"own": group(1.875, 3)},
+        "later_turns": 4,
+    }
+    results = {**RESULTS, "details": RESULTS["details"] | details}
+    words = Page(render(ReportData("x", results=results), tmp_path)).words
+    assert "2.125" in words and "0.50 0.25 0.12" in words and "code" in words
+    assert "4 of the prompts are later turns" in words
+    assert "1.875" not in words  # one source is the whole
+    details["by_source"]["mt-bench"] = group(2.375)
+    words = Page(render(ReportData("x", results=results | {"details": details}), tmp_path)).words
+    assert "1.875" in words and "2.375" in words
+
+
+def test_prompts_that_were_trained_on_are_shown(tmp_path: Path) -> None:
+    example = {"prompt": "held:7", "trained": "chat: row 3", "words": "one two three"}
+    for count, shown in ((1, True), (0, False)):
+        near = {"prompts": count, "compared": 16, "not_compared": 0, "examples": [example] * count}
+        results = {**RESULTS, "details": {**RESULTS["details"], "near_duplicates": near}}
+        text = Page(render(ReportData("x", results=results), tmp_path)).words
+        assert ("held:7" in text and "1 of 16 prompts" in text) is shown
+
+
 def test_each_part_alone(tmp_path: Path) -> None:
     (tmp_path / "c").write_text('{"step": 1, "loss": 2.0}\n')
     for part in (

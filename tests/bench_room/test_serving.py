@@ -106,6 +106,9 @@ def test_outputs_are_identical_and_figures_agree_with_the_tokens(benchmark, draf
     per_position = found["acceptance_per_position"]
     assert len(per_position) == K and sorted(per_position, reverse=True) == per_position
     assert found["acceptance_length"] == pytest.approx(1 + sum(per_position))
+    (whole,) = details["by_source"].values()  # from each request's own counts
+    for name in ("acceptance_length", "acceptance_per_position"):
+        assert whole[name] == pytest.approx(found[name])
     for row in details["batch_sizes"]:
         # The prompt's own step gives the first token; each draft gives one and what it got right;
         # of a last draft's tokens up to k may fall behind max_tokens.

@@ -21,7 +21,7 @@ def template(verifier_dir: Path) -> ChatTemplate:
     return ChatTemplate(open_verifier(verifier_dir), TemplateSection())
 
 
-def recipe_for(prompts: Path, **benchmark):
+def recipe_for(file: Path, **benchmark):
     return parse(
         {
             "name": "t",
@@ -32,10 +32,12 @@ def recipe_for(prompts: Path, **benchmark):
             "prepare": {"max_length": 255},
             "extract": {"layers": [2, 30]},
             "vocab": {"draft_vocab_size": 64},
-            "benchmark": {"prompts": str(prompts), "max_tokens": 32} | benchmark,
+            "benchmark": ({} if "sources" in benchmark else {"prompts": str(file)})
+            | {"max_tokens": 32}
+            | benchmark,
         },
         where="t.toml",
-        base=prompts.parent,
+        base=file.parent,
     )
 
 
@@ -78,6 +80,43 @@ def test_pretokenised_rows_are_asked_up_to_the_first_answer_token(
 def test_limit_takes_the_first_rows(tmp_path: Path, template: ChatTemplate) -> None:
     file = write(tmp_path / "held.jsonl", *({"prompt": f"Say {i}"} for i in range(5)))
     assert load_workload(recipe_for(file, limit=2), template).names == ("held:1", "held:2")
+
+
+def test_several_workloads_are_told_apart(tmp_path: Path, template: ChatTemplate) -> None:
+    own = write(tmp_path / "own.jsonl", *({"prompt": f"Say {i}"} for i in range(3)))
+    turns = {"category": "writing", "turns": ["Describe a pier.", "Now in verse."]}
+    questions = write(tmp_path / "question.jsonl", turns, turns)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder/part.jsonl", {"question": "One and one?", "answer": "2"})
+    sources = [
+        {"path": str(own), "limit": 2},
+        {"path": str(questions), "name": "mt-bench"},
+        {"path": "folder", "category": "maths"},
+    ]
+    made = load_workload(recipe_for(own, sources=sources, limit=1), template)
+    assert made.names == ("own:1", "own:2", "mt-bench:1", "folder/part:1")
+    assert made.categories == ("own", "own", "writing", "maths")
+    assert made.sources == ("own", "own", "mt-bench", "folder")
+    (going_on,) = made.later
+    assert going_on["prompt"] == 2 and going_on["turns"] == ["Now in verse."]
+    assert made.template == template.digest()
+    assert "Describe a pier." in template.tokenizer.decode(made.prompts[2])
+
+
+def test_all_answers_of_a_conversation_must_fit(tmp_path: Path, template: ChatTemplate) -> None:
+    file = write(tmp_path / "q.jsonl", {"category": "x", "turns": ["Hi"] * 8})
+    with pytest.raises(UsageError, match="8 answers of 32 exceed max_model_len 256"):
+        load_workload(recipe_for(file), template)
+
+
+def test_a_benchmark_asks_prompts_or_sources(tmp_path: Path) -> None:
+    one = {"path": "a.jsonl"}
+    file = tmp_path / "a.jsonl"
+    for given in ({"sources": []}, {"sources": [one], "prompts": "b.jsonl"}):
+        with pytest.raises(UsageError, match="either prompts or"):
+            recipe_for(file, **given)
+    with pytest.raises(UsageError, match="benchmark.sources: names must differ"):
+        recipe_for(file, sources=[one, {"path": "b/a.jsonl"}])
 
 
 def test_digest_stands_for_ids_length_and_k() -> None:

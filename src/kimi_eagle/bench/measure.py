@@ -30,7 +30,7 @@ from typing import Any
 from kimi_eagle.bench.workload import Workload
 from kimi_eagle.errors import RunError
 
-FORMAT = "measurement/1"
+FORMAT = "measurement/2"
 _MARK = "@kimi-eagle "
 # Counters of vllm/v1/spec_decode/metrics.py (0.31.0), without their prefix.
 _COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
@@ -45,7 +45,8 @@ class Spec:
     engine: what capture.settings.settings made of the recipe's section, vLLM's version included.
     environment: variables of the child's process. speculative: vLLM's speculative_config without
     path and k, None for the baseline. verifier_id, draft_digest: contents behind the two paths;
-    neither the paths nor the environment enter the digest.
+    neither the paths nor the environment enter the digest. template: the recipe's section, with
+    which the baseline makes prompts of the workload's later turns.
     """
 
     verifier: str
@@ -58,6 +59,7 @@ class Spec:
     draft_digest: str | None = None
     speculative: dict[str, Any] | None = None
     trust_remote_code: bool = False
+    template: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -68,8 +70,9 @@ class Spec:
     def digest(self) -> str:
         """sha256 hex; k does not enter the baseline's, so that other k can reuse it."""
         data = asdict(self) | {"format": FORMAT}
-        del data["verifier"], data["draft"], data["environment"]
-        del data["workload"]["names"]
+        del data["verifier"], data["draft"], data["environment"], data["template"]
+        for told in ("names", "categories", "sources"):
+            del data["workload"][told]
         if not self.draft:
             del data["workload"]["k"], data["workload"]["digest"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -81,6 +84,8 @@ class Run:
 
     seconds: from the first request to the last answer, prefill included. tokens, finish_reasons:
     one entry a prompt. counters: vLLM's spec-decode counters of this run, None without a draft.
+    histograms: one a prompt, element j counts the drafts of which j tokens were accepted; also
+    None without a draft.
     """
 
     batch_size: int
@@ -88,6 +93,7 @@ class Run:
     tokens: list[list[int]]
     finish_reasons: list[str]
     counters: dict[str, Any] | None
+    histograms: list[list[int]] | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -102,7 +108,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one engine did; runs in the order of the spec's batch sizes."""
+    """What one engine did; runs in the order of the spec's batch sizes.
+
+    workload: what was asked, where the spec's had later turns; else None.
+    """
 
     spec_digest: str
     kind: str
@@ -112,6 +121,7 @@ class Measurement:
     runs: list[Run]
     versions: dict[str, str]
     threads: int
+    workload: Workload | None = None
     reused: bool = False
 
 
@@ -148,6 +158,7 @@ def read(out: Path, digest: str) -> Measurement | None:
         if data.pop("format") != FORMAT or data["spec_digest"] != digest:
             return None
         data["runs"] = [Run(**run) for run in data["runs"]]
+        data["workload"] = data.get("workload") and Workload(**data["workload"])
         return Measurement(**data, reused=True)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -216,19 +227,24 @@ def main(argv: list[str]) -> int:
     llm = _load(spec)
     loaded = time.monotonic()
     _tell(share=0.0, tokens=0, load_seconds=round(loaded - started, 2))
+    digest, kind, later = Spec(**spec).digest(), Spec(**spec).kind, bool(spec["workload"].later)
+    if later:
+        spec["workload"] = _asked_on(llm, spec)
+    ready = time.monotonic()
     runs: list[Run] = []
     for size in spec["batch_sizes"]:
         runs.append(_run(llm, spec, size, runs))
     result = {
         "format": FORMAT,
-        "spec_digest": Spec(**spec).digest(),
-        "kind": Spec(**spec).kind,
+        "spec_digest": digest,
+        "kind": kind,
         "load_seconds": loaded - started,
-        "measure_seconds": time.monotonic() - loaded,
+        "measure_seconds": time.monotonic() - ready,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "runs": [asdict(run) for run in runs],
         "versions": spec["versions"],
         "threads": _threads(),
+        "workload": asdict(spec["workload"]) if later else None,
     }
     from kimi_eagle.files import write_atomic
 
@@ -263,7 +279,26 @@ def _load(spec: dict[str, Any]) -> Any:
             "model": spec["draft"],
             "num_speculative_tokens": spec["workload"].k,
         }
+        arguments["per_request_spec_decode_metrics"] = "summary"
     return LLM(**arguments)
+
+
+def _asked_on(llm: Any, spec: dict[str, Any]) -> Workload:
+    """The workload with its later turns as prompts, after this engine's own answers."""
+    from kimi_eagle.bench.later import with_later_turns
+    from kimi_eagle.data.template import ChatTemplate
+    from kimi_eagle.recipe import TemplateSection
+    from kimi_eagle.verifier import open_verifier
+
+    verifier = open_verifier(spec["verifier"], trust_remote_code=spec["trust_remote_code"])
+    template = ChatTemplate(verifier, TemplateSection(**spec["template"]))
+    size, most = max(spec["batch_sizes"]), spec["workload"].max_tokens
+
+    def answer(prompts: Any) -> list[list[int]]:
+        found = {i: ids for i, ids, *_ in _answers(llm, prompts, size, most, "earlier")}
+        return [found[i] for i in range(len(prompts))]
+
+    return with_later_turns(spec["workload"], answer, template, spec["engine"]["max_model_len"])
 
 
 def _run(llm: Any, spec: dict[str, Any], batch_size: int, earlier: list[Run]) -> Run:
@@ -273,13 +308,13 @@ def _run(llm: Any, spec: dict[str, Any], batch_size: int, earlier: list[Run]) ->
     for _ in _answers(llm, workload.prompts[:batch_size], batch_size, short, "warm-up"):
         pass
     before = _counters(llm)
-    found: dict[int, tuple[list[int], str]] = {}
+    found: dict[int, tuple[list[int], str, list[int]]] = {}
     tokens = sum(run.output_tokens for run in earlier)
     start = time.perf_counter()
-    for index, ids, reason in _answers(
+    for index, ids, *rest in _answers(
         llm, workload.prompts, batch_size, workload.max_tokens, "measured"
     ):
-        found[index] = (ids, reason)
+        found[index] = (ids, *rest)
         tokens += len(ids)
         done = len(earlier) + len(found) / len(workload.prompts)
         _tell(share=done / len(spec["batch_sizes"]), tokens=tokens, batch_size=batch_size)
@@ -288,14 +323,14 @@ def _run(llm: Any, spec: dict[str, Any], batch_size: int, earlier: list[Run]) ->
     counters = None
     if spec["draft"]:
         counters = {name: _difference(after[name], before[name]) for name in _COUNTERS}
-    order = range(len(workload.prompts))
-    return Run(
-        batch_size, seconds, [found[i][0] for i in order], [found[i][1] for i in order], counters
-    )
+    ids, reasons, accepted = (list(c) for c in zip(*(found[i] for i in sorted(found)), strict=True))
+    return Run(batch_size, seconds, ids, reasons, counters, accepted if spec["draft"] else None)
 
 
 def _answers(llm: Any, prompts: Any, batch_size: int, max_tokens: int, label: str) -> Any:
-    """Yield (index, token ids, finish reason) as answers end; a free place is filled at once.
+    """Yield (index, token ids, finish reason, histogram) as answers end.
+
+    A free place is filled at once. histogram: as in Run, [] where the engine made no draft.
 
     Steps the engine itself instead of `LLM.generate`, whose concurrency is max_num_seqs: one
     engine then serves all batch sizes.
@@ -323,7 +358,9 @@ def _answers(llm: Any, prompts: Any, batch_size: int, max_tokens: int, label: st
                 flying -= 1
                 answer = output.outputs[0]
                 index = int(output.request_id.split("-")[-1])
-                yield index, list(answer.token_ids), str(answer.finish_reason)
+                drafts = answer.spec_decode_metrics
+                accepted = list(drafts.histogram) if drafts else []
+                yield index, list(answer.token_ids), str(answer.finish_reason), accepted
 
 
 def _counters(llm: Any) -> dict[str, Any]:

@@ -17,6 +17,16 @@ from xml.etree.ElementTree import Element, tostring
 
 from kimi_eagle.bench import curves
 from kimi_eagle.bench.svg import Bar, Series, columns, h, lines, number, stacked
+from kimi_eagle.bench.tables import (
+    duplicate_note,
+    flat,
+    group_tables,
+    plain,
+    prompt_table,
+    section,
+    speed_table,
+    table,
+)
 from kimi_eagle.files import write_atomic
 
 PHASES = ("work", "load")
@@ -72,8 +82,10 @@ def render(data: ReportData, folder: Path) -> str:
         _stage_table(data.stages),
         _use_table(data.use),
         _accepted(data.accepted),
-        _speed_table(data.results),
-        _prompt_table(data.results),
+        speed_table(data.results),
+        group_tables(data.results),
+        duplicate_note(data.results),
+        prompt_table(data.results),
         _data_tables(data),
         _provenance(data),
         _links(data.links, folder),
@@ -242,7 +254,7 @@ def _stage_table(stages: Sequence[Mapping[str, Any]]) -> Element | None:
     )  # fmt: skip
     warnings = [f"{s['stage']}: {s['warning']}" for s in stages if s.get("warning")]
     notes = [h("p", text, class_="bad") for text in warnings]
-    return _section("Stages", _table(titles, rows, words=2), *notes)
+    return section("Stages", table(titles, rows, words=2), *notes)
 
 
 def _use_table(use: Mapping[str, Mapping[str, float]]) -> Element | None:
@@ -254,7 +266,7 @@ def _use_table(use: Mapping[str, Mapping[str, float]]) -> Element | None:
         for stage, u in use.items()
     ]  # fmt: skip
     titles = ("stage", "GPU hours", "waiting", "wall", "starts", "CPU hours", "peak GiB")
-    return _section("Jobs", _table(titles, rows, words=1))
+    return section("Jobs", table(titles, rows, words=1))
 
 
 def _accepted(accepted: Sequence[Mapping[str, Any]]) -> Element | None:
@@ -266,47 +278,7 @@ def _accepted(accepted: Sequence[Mapping[str, Any]]) -> Element | None:
         for a in accepted
     ]  # fmt: skip
     titles = ("gate after", "reason", "by", "when", "share of samples")
-    return _section("Accepted losses", _table(titles, rows, words=4))
-
-
-def _speed_table(results: Mapping[str, Any] | None) -> Element | None:
-    table = ((results or {}).get("details") or {}).get("batch_sizes")
-    if not table:
-        return None
-    rows = [
-        [
-            row["batch_size"],
-            f"{row['acceptance_length']:.3f}",
-            number(row["tokens_per_second"]["baseline"]),
-            number(row["tokens_per_second"]["draft"]),
-            f"{row['speedup']:.2f}×",
-            f"{row['output_tokens']['draft']:,}",
-            row["identical_prompts"],
-        ]
-        for row in table
-    ]
-    titles = (
-        "batch", "acceptance length", "tokens/s without", "tokens/s with", "speed-up", "tokens",
-        "identical prompts",
-    )  # fmt: skip
-    return _section("Speed by batch size", _table(titles, rows, words=0))
-
-
-def _prompt_table(results: Mapping[str, Any] | None) -> Element | None:
-    prompts = ((results or {}).get("details") or {}).get("prompts")
-    if not prompts:
-        return None
-    rows = [
-        [
-            p["name"],
-            p["tokens"]["draft"],
-            p["finish_reason"],
-            "yes" if p["identical"] else f"differs at token {p['first_difference'] + 1}",
-        ]
-        for p in prompts
-    ]
-    table = _table(("prompt", "tokens", "ended", "identical"), rows, words=1)
-    return h("details", h("summary", f"Benchmark prompts ({len(rows)})"), table)
+    return section("Accepted losses", table(titles, rows, words=4))
 
 
 def _data_tables(data: ReportData) -> Element | None:
@@ -316,23 +288,23 @@ def _data_tables(data: ReportData) -> Element | None:
             k: v if isinstance(v, Mapping) else {"samples": v} for k, v in data.sources.items()
         }
         titles = list(dict.fromkeys(what for v in nested.values() for what in v))
-        rows = [[name, *(_plain(v.get(t, "")) for t in titles)] for name, v in nested.items()]
-        parts.append(_table(("source", *titles), rows, words=1))
+        rows = [[name, *(plain(v.get(t, "")) for t in titles)] for name, v in nested.items()]
+        parts.append(table(("source", *titles), rows, words=1))
     facts = {**data.counts, **{f"vocabulary {k}": v for k, v in data.vocab.items()}}
     if facts:
-        parts.append(_table(("", ""), _flat(facts), words=1))
-    return _section("Data and vocabulary", *parts) if parts else None
+        parts.append(table(("", ""), flat(facts), words=1))
+    return section("Data and vocabulary", *parts) if parts else None
 
 
 def _provenance(data: ReportData) -> Element | None:
     details = dict((data.results or {}).get("details") or {})
     shown = ("dtype", "threads", "versions", "verifier", "verifier_id", "draft", "draft_digest")
-    rows = _flat(data.provenance)
-    rows += _flat({f"{stage} key": key for stage, key in data.keys.items()})
-    rows += _flat({f"benchmark {k}": details[k] for k in shown if k in details})
+    rows = flat(data.provenance)
+    rows += flat({f"{stage} key": key for stage, key in data.keys.items()})
+    rows += flat({f"benchmark {k}": details[k] for k in shown if k in details})
     if data.results:
-        rows += _flat({"benchmark workload": data.results["workload"]})
-    return _section("Provenance", _table(("", ""), rows, words=2)) if rows else None
+        rows += flat({"benchmark workload": data.results["workload"]})
+    return section("Provenance", table(("", ""), rows, words=2)) if rows else None
 
 
 def _links(links: Mapping[str, str] | None, folder: Path) -> Element | None:
@@ -346,43 +318,7 @@ def _links(links: Mapping[str, str] | None, folder: Path) -> Element | None:
     if not links:
         return None
     items = [h("li", h("a", text, href=target)) for text, target in links.items()]
-    return _section("Files", h("ul", *items))
-
-
-def _section(title: str, *content: Element) -> Element:
-    return h("section", h("h2", title), *content)
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]], words: int) -> Element:
-    """A table whose first `words` columns are text and the others numbers."""
-
-    def cells(tag: str, values: Sequence[Any]) -> list[Element]:
-        return [
-            h(tag, _plain(v), class_="word" if i < words else "num") for i, v in enumerate(values)
-        ]
-
-    head = h("thead", h("tr", *cells("th", titles))) if any(titles) else None
-    body = h("tbody", *(h("tr", *cells("td", row)) for row in rows))
-    return h("div", h("table", head, body), class_="scroll" if head is not None else "facts")
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[list[str]]:
-    rows: list[list[str]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}".replace("_", " ")
-        if isinstance(value, Mapping):
-            rows += _flat(value, f"{name} ")
-        elif value is not None and value != "":
-            rows.append([name, _plain(value)])
-    return rows
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: ""}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    return section("Files", h("ul", *items))
 
 
 def _duration(seconds: float) -> str:

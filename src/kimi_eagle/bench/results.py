@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kimi_eagle.bench.draftdir import DraftInfo, open_draft
+from kimi_eagle.bench.groups import accepted_lengths, by_group
 from kimi_eagle.bench.measure import Measurement, Run, Spec, measure
 from kimi_eagle.bench.workload import Workload, load_workload
 from kimi_eagle.errors import RunError, UsageError
@@ -35,12 +37,14 @@ def run_benchmark(
     *,
     workload: Workload | None = None,
     results: Path | None = None,
+    duplicates: dict[str, Any] | None = None,
     on_progress: Callable[[float, int], None] | None = None,
 ) -> dict[str, Any]:
     """Measure with and without the draft; write and return results.json's content.
 
     draft: any draft directory that vLLM loads. workload: default the recipe's held-out prompts.
     results: the file to write, default out_dir/results.json; measurements lie in out_dir.
+    duplicates: what overlap.py found, kept in details; None where the training data are not known.
     on_progress(share done 0..1, tokens generated so far). Raises UsageError for a directory that
     is no draft for this verifier or a bad prompts file, RunError where an engine fails; finished
     measurements are kept either way.
@@ -56,17 +60,22 @@ def run_benchmark(
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UsageError(f"cannot be written: {e.strerror}", where=folder) from None
-    specs = make_specs(recipe, verifier, info, workload)
+    spec, alone = make_specs(recipe, verifier, info, workload)
     found: list[Measurement] = []
-    for number, spec in enumerate(specs):
+    # The verifier alone goes first: later turns stand on its answers.
+    for number, turn in enumerate((alone, spec)):
         before = sum(run.output_tokens for m in found for run in m.runs)
 
         def report(event: dict[str, Any], number: int = number, before: int = before) -> None:
             if on_progress and "share" in event:  # the load counts as a fifth
                 on_progress((number + 0.2 + 0.8 * event["share"]) / 2, before + event["tokens"])
 
-        found.append(measure(spec, measurement_path(out_dir, spec), report))
-    data = compare(specs[0], found[0], found[1], info)
+        if found and found[0].workload:
+            turn = spec = replace(spec, workload=found[0].workload)
+        found.append(measure(turn, measurement_path(out_dir, turn), report))
+    data = compare(spec, found[1], found[0], info)
+    data["details"]["later_turns"] = sum(len(c["turns"]) for c in workload.later)
+    data["details"]["near_duplicates"] = duplicates
     write_atomic(results, json.dumps(data, indent=1))
     return data
 
@@ -94,6 +103,7 @@ def make_specs(
         "workload": workload,
         "batch_sizes": tuple(recipe.benchmark.batch_sizes),
         "trust_remote_code": recipe.verifier.trust_remote_code,
+        "template": recipe.template.model_dump(mode="json"),
         "versions": versions(),
     }
     draft = {
@@ -120,6 +130,8 @@ def compare(
     ]
     head = table[0]
     same, reason, prompts = _identity(spec.engine["dtype"], names, draft.runs[0], baseline.runs[0])
+    for entry, more in zip(prompts, accepted_lengths(spec.workload, draft.runs[0]), strict=True):
+        entry |= more
     return {
         "acceptance_length": head["acceptance_length"],
         "acceptance_per_position": head["acceptance_per_position"],
@@ -133,6 +145,8 @@ def compare(
             "conditional_acceptance": head["conditional_acceptance"],
             "speedup": head["speedup"],
             "batch_sizes": table,
+            "by_category": by_group(spec.workload.categories, k, draft.runs[0], baseline.runs[0]),
+            "by_source": by_group(spec.workload.sources, k, draft.runs[0], baseline.runs[0]),
             "prompts": prompts,
             "max_tokens": spec.workload.max_tokens,
             "dtype": spec.engine["dtype"],

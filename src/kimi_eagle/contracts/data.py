@@ -17,7 +17,6 @@ from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
 from kimi_eagle.data.inputs import OPENED, look_at
 from kimi_eagle.errors import UsageError
-from kimi_eagle.recipe import SourceSection
 
 READ = 2048
 """Samples of the first part whose ids and masks are read."""
@@ -37,22 +36,24 @@ AGAIN = (
     how="Paths, kinds of files and sizes, folders as they will be read; of each Parquet file the "
     f"first and last bytes and of the first one the columns; at most {OPENED} files of a source "
     "are opened, and no row is read: what is wrong with rows, stages say.",
-    fix="correct the path in [[sources]] or [benchmark] prompts, or put the file there",
+    fix="correct the path in [[sources]] or [benchmark], or put the file there",
     stages=("regenerate", "prepare", "benchmark"),
 )
 def sources(facts: Facts) -> Iterator[Problem | Note]:
     recipe, faults = facts.recipe, {}
-    held_out = SourceSection(path=recipe.benchmark.prompts, name="benchmark.prompts")
+    prompts = recipe.benchmark.prompts and "benchmark.prompts"
     # One file in two places is one fault.
-    asked = {s.path: s for s in (held_out, *recipe.sources[::-1])}
-    for section in reversed(asked.values()):
-        who = section.name if section is held_out else f"source {section.name}"
+    read = {
+        w.path: (prompts or f"benchmark source {w.name}", "any") for w in recipe.benchmark.workloads
+    }
+    read |= {s.path: (f"source {s.name}", s.format) for s in recipe.sources[::-1]}
+    for path, (who, format) in reversed(read.items()):
         try:
-            files = look_at(Path(section.path), section.format)
+            files = look_at(Path(path), format)
         except UsageError as e:
             faults.setdefault(e.what, []).append((who, e))
             continue
-        if section.format == "tokens" and files[0].suffix not in (".parquet", ".arrow"):
+        if format == "tokens" and files[0].suffix not in (".parquet", ".arrow"):
             yield Note(f"{who}: pre-tokenised rows in {files[0].suffix}, meant is Parquet")
     for what, ((who, e), *more) in faults.items():
         others = f" (and of {', '.join(name for name, _ in more)})" if more else ""

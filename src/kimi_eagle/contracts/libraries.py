@@ -70,6 +70,7 @@ VLLM = {
         "model trust_remote_code dtype max_model_len max_num_seqs max_num_batched_tokens"
         " tensor_parallel_size pipeline_parallel_size enforce_eager enable_prefix_caching seed"
         " gpu_memory_utilization disable_log_stats speculative_config kv_transfer_config"
+        " per_request_spec_decode_metrics"
     ).split(),
     "vllm:LLMEngine.from_engine_args": ("engine_args",),
     "vllm:LLMEngine.add_request": ("request_id", "prompt", "params"),

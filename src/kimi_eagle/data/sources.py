@@ -108,7 +108,7 @@ def read_rows(
     """
     name = _name(source)
     for file in find_files(Path(source.path)):
-        for number, row in _raw_rows(file, source.format):
+        for number, row in raw_rows(file, source.format):
             where = (str(file), number)
             try:
                 if isinstance(row, RowError):
@@ -165,8 +165,11 @@ def _train_split(files: list[Path]) -> list[Path]:
     return train
 
 
-def _raw_rows(file: Path, format: str) -> Iterator[tuple[int, Any]]:
-    """(row number from 1, row or the RowError that reading it gave)."""
+def raw_rows(file: Path, format: str) -> Iterator[tuple[int, Any]]:
+    """(row number from 1, row or the RowError that reading it gave).
+
+    format: as in the recipe; of a table the columns that it needs are read, for `any` all.
+    """
     if file.suffix not in SUFFIXES:
         raise UsageError("unknown kind of file", where=file, expected=", ".join(SUFFIXES))
     try:
@@ -229,6 +232,9 @@ def _table(file: Path, format: str) -> Iterator[tuple[int, Any]]:
 
     try:
         columns, batches = _parquet(file) if file.suffix == ".parquet" else _arrow(file)
+        if format == "any":
+            yield from enumerate((row for b in batches(columns) for row in _text_rows(b)), 1)
+            return
         if format == "auto":
             format = detect_format(columns) or ""
         needed = FORMATS.get(format)

@@ -27,7 +27,7 @@ UNITS_SHOWN = 5
 MISSING = "-"
 
 PATH_FIELDS = ("verifier.path", "template.chat_template", "benchmark.prompts")
-"""Recipe fields that are compared as inputs, by content; so are sources.NAME.path."""
+"""Recipe fields that are compared as inputs, by content; so are the paths of all sources."""
 
 LABELS = ("ai.kimi-eagle.", "org.opencontainers.image.")
 """Labels that say what an image holds; Apptainer adds others of its own."""
@@ -99,13 +99,17 @@ def flat_recipe(lock: dict[str, Any]) -> dict[str, Any] | None:
     if not isinstance(recipe, dict) or runlock.unknown(recipe):
         return None
     found: dict[str, Any] = {}
-    for name, value in recipe.items():
-        if name == "sources" and isinstance(value, list):
+    parts = dict(recipe)
+    if isinstance(benchmark := parts.get("benchmark"), dict):
+        parts["benchmark"] = {k: v for k, v in benchmark.items() if k != "sources"}
+        parts["benchmark.sources"] = benchmark.get("sources")
+    for name, value in parts.items():
+        if name in ("sources", "benchmark.sources") and isinstance(value, list):
             for i, source in enumerate(value):
                 source = source if isinstance(source, dict) else {"?": source}
                 inner = {k: v for k, v in source.items() if k not in ("path", "name")}
-                _flatten(inner, f"sources.{source.get('name', i)}", found)
-                found[f"sources.{source.get('name', i)}"] = "present"
+                _flatten(inner, f"{name}.{source.get('name', i)}", found)
+                found[f"{name}.{source.get('name', i)}"] = "present"
         else:
             _flatten(value, name, found)
     return {k: v for k, v in found.items() if k not in PATH_FIELDS}

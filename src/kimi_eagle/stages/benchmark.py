@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from kimi_eagle import files
@@ -12,7 +13,7 @@ from kimi_eagle.stages.context import Context
 if TYPE_CHECKING:
     from kimi_eagle.worker import Worker
 
-FORMAT = "bench/1"
+FORMAT = "bench/2"
 
 
 def plan(ctx: Context) -> list[Unit]:
@@ -27,8 +28,9 @@ def plan(ctx: Context) -> list[Unit]:
         "verifier": ctx.verifier.id(),
         "draft": files.digest([f["xxh3"] for f in trained.data["files"] if "/" in f["name"]]),
         "workload": workload.digest,
+        "groups": files.digest([workload.names, workload.categories, workload.sources]),
         "benchmark": ctx.recipe.benchmark.model_dump(
-            mode="json", exclude={"prompts", "limit", "engine"}
+            mode="json", exclude={"prompts", "sources", "limit", "engine"}
         ),
         "engine": served(ctx.engine_parts("benchmark"), ctx.verifier.config),
     }
@@ -37,7 +39,7 @@ def plan(ctx: Context) -> list[Unit]:
 
 def work(ctx: Context, worker: Worker) -> None:
     """Measure both ways, write results.json and the report."""
-    from kimi_eagle.bench import run_benchmark
+    from kimi_eagle.bench import overlap, run_benchmark
 
     units = plan(ctx)
     worker.ledger.write_plan(units)
@@ -45,6 +47,9 @@ def work(ctx: Context, worker: Worker) -> None:
     for attempt in worker.attempts(units, max_failures=1):
         with attempt, worker.phase("work"):
             _trained, workload = attempt.unit.payload
+            found = overlap.near_duplicates(ctx.recipe, ctx.selection.rows, ctx.verifier.vocab_size)
+            if word := overlap.warning(found):
+                print(f"warning: {word}", file=sys.stderr, flush=True)
             run_benchmark(
                 ctx.recipe,
                 ctx.verifier,
@@ -52,11 +57,13 @@ def work(ctx: Context, worker: Worker) -> None:
                 worker.dir.files / f"work-{attempt.unit.key}",
                 workload=workload,
                 results=(path := attempt.path("results.json")),
+                duplicates=found,
                 on_progress=lambda fraction, tokens: worker.progress(fraction, tokens),
             )
             results = files.read_json(path)
             shown = ("acceptance_length", "identical_outputs", "tokens_per_second", "k")
-            attempt.commit([path], info={k: results[k] for k in shown})
+            info = {k: results[k] for k in shown} | ({"warning": word} if word else {})
+            attempt.commit([path], info=info)
     publish(ctx)
 
 
