@@ -1,7 +1,9 @@
 """What comes before the first stage, however a run is started: image, recipe, start script, lock.
 
 `begin` is called by run, submit, --emit and --here. Nothing of the run is changed before the rules
-hold that can be judged here, and the image is proven to be the pinned one.
+hold that can be judged here, and the image is proven to be the pinned one. --emit, which starts
+nothing and may be typed where the model is not, is told of broken rules and goes on: the stages
+judge them again when they open.
 """
 
 from __future__ import annotations
@@ -21,17 +23,26 @@ if TYPE_CHECKING:
     from kimi_eagle.images.pins import Image
 
 
-def begin(run: RunDir, recipe: Recipe, recipe_path: Path, site: Site | None = None) -> Image | None:
+def begin(
+    run: RunDir,
+    recipe: Recipe,
+    recipe_path: Path,
+    site: Site | None = None,
+    *,
+    judged: bool = True,
+) -> Image | None:
     """Make the run follow the recipe, in the site's image (or the one it has); returns the image.
 
     UsageError / RunError for an image that is not pinned, damaged, or another than the run's, and
-    for the first rule (contracts/RULES.md) that can be judged here and does not hold.
+    for the first rule (contracts/RULES.md) that can be judged here and does not hold, unless
+    `judged` is false.
     """
     from kimi_eagle import contracts
     from kimi_eagle.lock import runlock
 
-    facts = contracts.Facts(recipe, site=site)
-    contracts.enforce(facts, contracts.rules().values(), UsageError)
+    if judged:
+        facts = contracts.Facts(recipe, site=site)
+        contracts.enforce(facts, contracts.rules().values(), UsageError)
     if start.inside():
         image = None
         follow(run, recipe, recipe_path)
@@ -41,6 +52,14 @@ def begin(run: RunDir, recipe: Recipe, recipe_path: Path, site: Site | None = No
         start.write(run, recipe, site, image)
     runlock.write(run)
     return image
+
+
+def broken_rules(recipe: Recipe, site: Site | None) -> list[str]:
+    """A line for each rule that can be judged here and does not hold."""
+    from kimi_eagle import contracts
+
+    verdicts = contracts.judge(contracts.Facts(recipe, site=site), contracts.rules().values())
+    return [str(contracts.as_error(v)) for v in verdicts if v.state == contracts.PROBLEM]
 
 
 def use_image(

@@ -48,7 +48,7 @@ def submit(
     from pathlib import Path
 
     from kimi_eagle import recipe as recipes
-    from kimi_eagle.begin import begin
+    from kimi_eagle.begin import begin, broken_rules
     from kimi_eagle.errors import UsageError
     from kimi_eagle.rundir import RunDir, create_run
     from kimi_eagle.site import load_site
@@ -77,7 +77,9 @@ def submit(
     run = create_run(target)
     if emit is not None:
         guard.before_following(run, loaded)
-        begin(run, loaded, Path(recipe), site)
+        for line in broken_rules(loaded, site):
+            click.echo(f"warning: {line}", err=True)
+        begin(run, loaded, Path(recipe), site, judged=False)
         written = emitting.emit(run, loaded, site, Path(emit), only=only)
         if as_json:
             print_json({"run": str(run.path), "files": written})

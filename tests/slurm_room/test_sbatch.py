@@ -61,12 +61,16 @@ def test_cpu_stage_asks_for_no_gpu():
 
 
 def test_shipped_files_are_what_emit_writes(eagle, root: Path, tmp_path: Path):
-    """slurm/*.sbatch and slurm/submit.sh: --emit of the Kimi recipe on the example site."""
+    """slurm/*.sbatch and slurm/submit.sh: --emit of the Kimi recipe on the example site.
+
+    Its model is not on this machine: that is told, and no reason to write nothing.
+    """
     done = eagle(
         "submit", "jobs/kimi-k2.5.toml", "--site", "slurm/sites/example.toml",
         "--run", tmp_path / "run", "--emit", tmp_path / "out",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "warning: /shared/kimi-k2.5-int4: verifier-directory" in done.stderr
     emitted = {p.name: p.read_text() for p in (tmp_path / "out").iterdir()}
     shipped = {p.name: p.read_text() for p in (root / "slurm").iterdir() if p.suffix in KINDS}
     assert emitted == shipped

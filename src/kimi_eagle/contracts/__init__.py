@@ -7,7 +7,7 @@ them (`python -m kimi_eagle.contracts`). No torch, transformers, vllm or pyarrow
 from importlib import import_module
 
 from kimi_eagle.contracts.facts import Facts
-from kimi_eagle.contracts.judging import Verdict, enforce, judge
+from kimi_eagle.contracts.judging import PROBLEM, Verdict, as_error, enforce, judge
 from kimi_eagle.contracts.rule import RULES, Rule
 
 BOUNDARIES = (
@@ -31,7 +31,10 @@ BOUNDARIES = (
 )
 """The files, in the order in which a run meets them."""
 
-__all__ = ["BOUNDARIES", "RULES", "Facts", "Rule", "Verdict", "enforce", "judge", "open_stage"]
+__all__ = [
+    "BOUNDARIES", "PROBLEM", "RULES", "Facts", "Rule", "Verdict", "as_error", "enforce", "judge",
+    "open_stage",
+]  # fmt: skip
 
 
 def rules() -> dict[str, Rule]:

@@ -169,7 +169,7 @@ class Facts:
         parts = [
             record.kinds[f"{part['name']}.tokens.parquet"]
             for record in self.records("prepare")
-            for part in record.info["parts"]
+            for part in record.info.get("parts", ())
         ]
         return parts or None
 

@@ -344,6 +344,6 @@ def own_counts(facts: Facts) -> Iterator[Problem]:
     prepared, made = facts.records("prepare"), facts.records("vocab")
     if not prepared or not made:
         raise NotConcerned("the run has no samples or no mapping yet")
-    now = digest([part["digest"] for record in prepared for part in record.info["parts"]])
+    now = digest([part["digest"] for record in prepared for part in record.info.get("parts", ())])
     if made[0].data["parts"].get("samples") != now:
         yield Problem("the mapping was made from other samples", where=str(facts.run.path))
