@@ -1,8 +1,8 @@
 """The recipe: what a run does, as one typed, frozen object read from one TOML file.
 
 Reads `jobs/*.toml`; writes nothing. Every field has its meaning, unit and default here (those about
-jobs, engines and the benchmark in `recipe_*.py`) and nowhere else. Where a run takes place
-(partition, mounts) is the site file's matter.
+jobs, engines, training and the benchmark in `recipe_*.py`) and nowhere else. Where a run takes
+place (partition, mounts) is the site file's matter.
 
 Relative paths count from the recipe's own folder, `~` is the home directory: a recipe means the
 same from any working directory. The price: a recipe that is moved must take its data along.
@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from kimi_eagle.errors import UsageError
 from kimi_eagle.provenance import image_digest
@@ -23,6 +23,8 @@ from kimi_eagle.recipe_benchmark import BenchmarkSection
 from kimi_eagle.recipe_engine import EngineSection, StageEngineSection
 from kimi_eagle.recipe_jobs import STAGES as STAGES
 from kimi_eagle.recipe_jobs import ContainerSection, NotifySection, SlurmSection
+from kimi_eagle.recipe_train import DraftSection as DraftSection
+from kimi_eagle.recipe_train import TrainSection
 from kimi_eagle.typed_toml import Section, absolute_path, read_toml, validated
 
 
@@ -130,80 +132,6 @@ class VocabSection(Section):
     is instead of counting; the run's own tokens are counted for its coverage alone."""
 
 
-class DraftSection(Section):
-    """Shape of the draft model: one llama-like decoder; unset values follow the verifier."""
-
-    layers: int = Field(default=1, ge=1)
-    hidden_act: str | None = None
-    num_attention_heads: int | None = Field(default=None, ge=1)
-    num_key_value_heads: int | None = Field(default=None, ge=1)
-    head_dim: int | None = Field(default=None, ge=2)
-    intermediate_size: int | None = Field(default=None, ge=1)
-    max_position_embeddings: int | None = Field(default=None, ge=1)
-    rope: dict[str, str | int | float | bool] | None = None
-    """Rotary parameters as transformers names them (rope_type, rope_theta, factor, mscale, ...);
-    `type`, as the older layout of a config.json says, is read as rope_type."""
-    norm_before_residual: bool = True
-
-    @field_validator("rope")
-    @classmethod
-    def _rope_type(cls, rope: dict[str, Any] | None) -> dict[str, Any] | None:
-        """As transformers 5.17.0 does it (modeling_rope_utils.py, standardize_rope_params)."""
-        if rope is None or "type" not in rope:
-            return rope
-        kind = rope.get("rope_type", rope["type"])
-        return {k: v for k, v in rope.items() if k != "type"} | {"rope_type": kind}
-
-
-class TrainSection(Section):
-    """speculators' Eagle3 Trainer over the shards."""
-
-    from_: str | None = Field(default=None, alias="from")
-    """Directory of a draft to go on from (speculators' eagle3 format: RUN/draft, or a checkpoint).
-    Its shape and its own d2t are kept; optimizer and schedule start anew."""
-    epochs: int = Field(default=3, ge=1)
-    max_steps: int | None = Field(default=None, ge=1)
-    """Stop after this many optimizer steps, all epochs together."""
-    seq_len: int = Field(default=2048, ge=16)
-    """Tokens packed into one step."""
-    ttt_steps: int = Field(default=3, ge=1)
-    """Test-time-training depth: draft steps unrolled in the loss."""
-    ttt_step_loss_decay: float = Field(default=1.0, gt=0)
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    lr: float = Field(default=1e-4, gt=0)
-    """Peak rate of AdamW (of Muon's AdamW part)."""
-    muon_lr: float | None = Field(default=None, gt=0)
-    """Peak rate of Muon's matrices; unset: the same as lr."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    scheduler: Literal["linear", "cosine", "none"] = "cosine"
-    warmup_ratio: float = Field(default=0.015, ge=0, le=1)
-    loss: str = "kl_div"
-    """Loss as speculators names it (`--loss-fn`)."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Computation type; master weights are float32."""
-    attention: Literal["auto", "simple_flex_attention", "sdpa", "eager"] = "auto"
-    """auto: flex on GPUs, sdpa on CPU (flex has no CPU backward)."""
-    validation_share: float = Field(default=0.1, gt=0, lt=1)
-    """Share of the samples (the last of the seeded order) kept for validation."""
-    checkpoints_per_epoch: int = Field(default=1, ge=1)
-    """1: at each epoch's end. More: resume loses less."""
-    data_workers: int = Field(default=0, ge=0)
-    """Processes that read shards; 0 reads in the training process."""
-    shuffle_shards: int = Field(default=0, ge=0)
-    """0: one shuffle over all samples. N: shards in random order, samples mixed within N of them at
-    a time, so that a disk reads in few places."""
-    on_damage: Literal["stop", "skip"] = "stop"
-    """A sample whose bytes are not those that were written: stop there, or leave it out and say so.
-    In no key."""
-    max_damaged_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of the samples that `skip` leaves out before training stops all the same; one is always
-    left out. In no key."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    export_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights in draft/."""
-    draft: DraftSection = DraftSection()
-
-
 class ContractsSection(Section):
     """What `kimi-eagle check` and the stages' openings take as known."""
 
@@ -294,9 +222,7 @@ def load(path: str | Path) -> Recipe:
 def input_paths(recipe: Recipe) -> dict[str, str]:
     """Every file and folder that the recipe reads, by the key that names it."""
     paths = {"verifier.path": recipe.verifier.path}
-    if recipe.benchmark.prompts:
-        paths["benchmark.prompts"] = recipe.benchmark.prompts
-    paths |= {f"benchmark.sources.{s.name}.path": s.path for s in recipe.benchmark.sources}
+    paths |= recipe.benchmark.paths
     paths |= {f"sources.{s.name}.path": s.path for s in recipe.sources}
     if recipe.template.chat_template:
         paths["template.chat_template"] = recipe.template.chat_template
@@ -330,9 +256,6 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
         )
 
     template, vocab, train = recipe.template, recipe.vocab, recipe.train
-    benchmark = recipe.benchmark.model_copy(update={"sources": named(recipe.benchmark.sources)})
-    if benchmark.prompts:
-        benchmark = benchmark.model_copy(update={"prompts": full(benchmark.prompts)})
     if template.chat_template:
         template = template.model_copy(update={"chat_template": full(template.chat_template)})
     if vocab.mapping:
@@ -346,6 +269,6 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
             "vocab": vocab,
             "train": train,
             "sources": named(recipe.sources),
-            "benchmark": benchmark,
+            "benchmark": recipe.benchmark.absolute(full),
         }
     )

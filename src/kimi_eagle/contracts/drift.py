@@ -13,6 +13,7 @@ from typing import Any
 from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import Note, Problem, rule
 from kimi_eagle.errors import UsageError
+from kimi_eagle.recipe_train import NOT_IN_KEY
 
 AGAIN = "change it back, or let them be made again: `kimi-eagle explain RUN` lists them"
 ENGINE_STAGES = ("regenerate", "extract", "benchmark")
@@ -185,7 +186,7 @@ def _comparable(recipe: Any) -> dict[str, Any]:
             "sources": {"__all__": {"license"}},
             "regenerate": {"engine"},
             "extract": {"engine", "layers"},
-            "train": {"on_damage", "max_damaged_share"},
+            "train": set(NOT_IN_KEY),
             "benchmark": {"engine"},
         },
     )

@@ -17,6 +17,7 @@ from kimi_eagle.errors import RunError
 from kimi_eagle.files import digest
 from kimi_eagle.ledger import Record, Unit
 from kimi_eagle.provenance import version
+from kimi_eagle.recipe_train import NOT_IN_KEY
 from kimi_eagle.stages.context import Context
 from kimi_eagle.training.draftfiles import DraftFiles
 from kimi_eagle.worker import Stopped
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from kimi_eagle.worker import Attempt, Worker
 
 FORMAT = "draft/1"
-ANSWERS_TO_DAMAGE = {"on_damage", "max_damaged_share"}
+LATER = {"accumulate": 1, "parallel": "ddp"}
+"""Fields younger than the format: in the key where they are set, so that older drafts stay done."""
 INDEX = ".index.parquet"
 
 
@@ -52,9 +54,9 @@ def plan(ctx: Context) -> list[Unit]:
 
 
 def of_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's part of the key. What is done when something is wrong changes nothing of what is
-    to be made; the draft to start from has a part of its own."""
-    return recipe.train.model_dump(mode="json", exclude=ANSWERS_TO_DAMAGE | {"from_"})
+    """The recipe's part of the key; the draft to start from has a part of its own."""
+    data = recipe.train.model_dump(mode="json", exclude=NOT_IN_KEY | {"from_"})
+    return {k: v for k, v in data.items() if k not in LATER or v != LATER[k]}
 
 
 def work(ctx: Context, worker: Worker) -> None:
