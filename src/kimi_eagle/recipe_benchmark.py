@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -32,8 +33,30 @@ class WorkloadSection(Section):
     """Rows asked at most, the first ones."""
 
 
+class AgainstSection(Section):
+    """Another draft for the same verifier, measured beside the run's own."""
+
+    path: str
+    """Directory of a draft that vLLM loads."""
+    name: str | None = None
+    """Name in results; default the directory's, of a run's draft/ that of the run."""
+
+
+class SamplingSection(Section):
+    """One way to sample answers, measured beside the greedy one."""
+
+    temperature: float = Field(gt=0, le=2)
+    """Divides the logits; 1 samples what the verifier says."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Share of the probability that is sampled from (nucleus); 1: all."""
+
+
 class BenchmarkSection(Section):
-    """Acceptance and speed with and without the draft on held-out prompts."""
+    """Acceptance and speed with and without the draft on held-out prompts.
+
+    The engine is loaded once for the verifier alone and once for each draft and each k; every load
+    measures all batch sizes greedily. `kimi-eagle benchmark RECIPE --draft DIR --dry-run` counts.
+    """
 
     prompts: str | None = None
     """File or folder of held-out prompts, in any form that `[[benchmark.sources]]` knows."""
@@ -42,16 +65,46 @@ class BenchmarkSection(Section):
     limit: int | None = Field(default=None, gt=0)
     """Rows asked at most, the first ones; of each of the `sources` that sets no other."""
     k: int = Field(default=3, ge=1, le=64)
-    """Draft tokens a step (num_speculative_tokens)."""
+    """Draft tokens a step (num_speculative_tokens) of the headline."""
+    sweep_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = ()
+    """Other k to measure, as [1, 2, 4, 5]: each is an engine load more, for the run's own draft."""
     max_tokens: int = Field(default=128, ge=1)
-    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1,), min_length=1)
+    """Tokens of an answer at most."""
+    batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 16), min_length=1)
     """Sequences in flight; the first one gives the headline figures."""
+    sampling: tuple[SamplingSection, ...] = ()
+    """Ways to sample, measured at the first batch size and at `k`: what sampling changes is how
+    much is accepted, and that does not depend on the batch."""
+    against: tuple[AgainstSection, ...] = ()
+    """Other drafts, measured like the run's own at `k`: directories, or tables with `path` and
+    `name`. Each is an engine load more."""
     engine: StageEngineSection = StageEngineSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_against(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("against"), tuple | list):
+            return data
+        given = (a if not isinstance(a, str) else {"path": a} for a in data["against"])
+        return data | {"against": tuple(given)}
 
     @model_validator(mode="after")
     def _asks_something(self) -> BenchmarkSection:
         if (self.prompts is None) == (not self.sources):
             raise ValueError("expected either prompts or [[benchmark.sources]]")
+        for key, values in (("batch_sizes", self.batch_sizes), ("sweep_k", self.sweep_k)):
+            if len(set(values)) != len(values):
+                raise ValueError(f"{key}: expected each value once, got {list(values)}")
+        if self.k in self.sweep_k:
+            raise ValueError(
+                f"sweep_k: expected others than k = {self.k}, which is measured anyway"
+            )
+        names = [OWN, *(a.name or name_of_draft(a.path) for a in self.against)]
+        if len(set(names)) != len(names):
+            raise ValueError(
+                f"against: names must differ, also from {OWN!r}, the run's own draft;"
+                f' got {names[1:]}; set name = "..."'
+            )
         return self
 
     @property
@@ -64,3 +117,35 @@ class BenchmarkSection(Section):
             )
             for w in given
         )
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What this section reads, by the key that names it."""
+        found = {"benchmark.prompts": self.prompts} if self.prompts else {}
+        found |= {f"benchmark.sources.{s.name}.path": s.path for s in self.sources}
+        return found | {f"benchmark.against.{a.name}.path": a.path for a in self.against}
+
+    def absolute(self, full: Callable[[str], str]) -> BenchmarkSection:
+        """The same with names filled in and each path as `full` makes it."""
+        sources = [
+            s.model_copy(update={"path": full(s.path), "name": s.name or Path(s.path).stem})
+            for s in self.sources
+        ]
+        against = [
+            a.model_copy(update={"path": full(a.path), "name": a.name or name_of_draft(a.path)})
+            for a in self.against
+        ]
+        changes = {"sources": tuple(sources), "against": tuple(against)}
+        if self.prompts:
+            changes["prompts"] = full(self.prompts)
+        return self.model_copy(update=changes)
+
+
+OWN = "draft"
+"""Name of the run's own draft in results."""
+
+
+def name_of_draft(path: str) -> str:
+    """`runs/a/draft` -> `a`; else the directory's own name."""
+    parts = Path(path).parts
+    return parts[-2] if len(parts) > 1 and parts[-1] == "draft" else Path(path).name

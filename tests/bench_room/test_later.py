@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from kimi_eagle.bench import measure as module
+from kimi_eagle.bench import engine as module
 from kimi_eagle.bench import results
 from kimi_eagle.bench.draftdir import DraftInfo
 from kimi_eagle.bench.later import with_later_turns
-from kimi_eagle.bench.measure import Measurement, Run, Spec
+from kimi_eagle.bench.measure import Case, Measurement, Run, Spec, asked_path, measure, todo
+from kimi_eagle.bench.plan import Load
 from kimi_eagle.bench.workload import Workload, make_workload
 from kimi_eagle.data.template import ChatTemplate
 from kimi_eagle.errors import RunError
@@ -83,56 +84,59 @@ def test_each_later_turn_follows_the_answers_to_those_before(
 
 
 def spec_for(workload: Workload, verifier: Path) -> Spec:
-    engine = {"device": "cpu", "dtype": "float32", "max_model_len": 256}
+    engine = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 2}
     section = TemplateSection().model_dump(mode="json")
-    return Spec(str(verifier), "v", engine, {}, workload, (2,), template=section)
+    return Spec(str(verifier), "v", engine, {}, workload, (Case(2),), template=section)
 
 
-def test_the_child_asks_on_and_tells_what_it_asked(
+def test_the_child_asks_on_and_the_next_one_takes_what_it_asked(
     tmp_path: Path, verifier_dir: Path, template: ChatTemplate, workload: Workload,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def answer(_llm: object, prompts: list, size: int, most: int, _label: str):
-        assert (size, most) == (2, 8) or most == 4
+    def answer(_llm: object, prompts: list, case: Case, most: int, _seed: int, label: str):
+        assert case == Case(2) and most == 8
+        labels.append(label)
         for i, ids in enumerate(answers(template, [])(list(prompts))):
-            yield i, ids, "stop", []
+            yield module.Answer(i, ids, "stop", [], 1.0, 0.5, None)
 
+    labels: list[str] = []
     spec = spec_for(workload, verifier_dir)
     (tmp_path / "spec.json").write_text(json.dumps(asdict(spec)))
-    for name, fake in (("_load", lambda _: None), ("_counters", lambda _: {}),
-                       ("_end_with_parent", lambda: None), ("_answers", answer)):  # fmt: skip
-        monkeypatch.setattr(module, name, fake)
-    assert module.main([str(tmp_path / "spec.json"), str(tmp_path / "out.json")]) == 0
-    found = module.read(tmp_path / "out.json", spec.digest())
-    assert found is not None and found.workload is not None
-    assert len(found.workload.prompts) == len(found.runs[0].tokens) == 6
-    assert found.workload.names[3:] == ["b#2", "c#2", "b#3"]
+    monkeypatch.setattr(module, "_load", lambda _: None)
+    monkeypatch.setattr(module, "_counters", lambda _: dict.fromkeys(module._COUNTERS, 0))
+    monkeypatch.setattr(module, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(module, "_threads", lambda: 2)
+    monkeypatch.setattr(module, "_answers", answer)
+    assert module.main([str(tmp_path / "spec.json"), str(tmp_path)]) == 0
+    assert labels == ["earlier", "earlier", "warm-up", "measured"]
+    asked, (found,) = measure(spec, tmp_path)  # no process is started: all is there
+    assert found.reused and len(asked.workload.prompts) == len(found.run.tokens) == 6
+    assert list(asked.workload.names[3:]) == ["b#2", "c#2", "b#3"]
+    asked_path(spec, tmp_path).write_text("{")
+    assert todo(spec, tmp_path) == (Case(2),)
 
 
-def test_both_engines_are_asked_what_the_verifier_was(
+def test_all_engines_are_asked_what_the_verifier_was(
     tmp_path: Path, template: ChatTemplate, workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = with_later_turns(workload, answers(template, []), template, 256)
     info = DraftInfo(tmp_path, {"method": "eagle3"}, "Eagle3DraftModel", 10, 4, 8)
     alone = spec_for(workload, tmp_path)
-    draft = Spec(**{**vars(alone), "draft": "/d", "draft_digest": "d", "speculative": {}})
+    draft = replace(alone, draft="/d", draft_digest="d", speculative={}, k=3)
     order: list[tuple[str, int]] = []
 
-    def measured(spec: Spec, _out: Path, _report: object) -> Measurement:
+    def measured(spec: Spec, _folder: Path, _report: object):
         order.append((spec.kind, len(spec.workload.prompts)))
-        accepted = {"num_drafts": 6, "num_draft_tokens": 18, "num_accepted_tokens": 6,
-                    "num_accepted_tokens_per_pos": [6, 0, 0]}  # fmt: skip
-        run = Run(2, 1.0, [[1]] * 6, ["stop"] * 6, accepted, [[0, 1]] * 6)
-        asked = made if spec.kind == "baseline" else None
-        return Measurement("x", spec.kind, 1.0, 1.0, 1, [run], {}, 1, asked)
+        spec = replace(spec, workload=made)
+        run = Run(1.0, [[1]] * 6, ["stop"] * 6, {}, [[0, 1]] * 6, [1.0] * 6, [1.0] * 6, [None] * 6)
+        return spec, [Measurement("x", spec.kind, Case(2), run, 1.0, 1, {}, 1)]
 
-    monkeypatch.setattr(results, "open_draft", lambda *_: info)
-    monkeypatch.setattr(results, "make_specs", lambda *_: (draft, alone))
+    monkeypatch.setattr(results, "open_drafts", lambda *_: {"draft": info})
+    monkeypatch.setattr(results, "make_loads", lambda *_: [Load(None, alone), Load("draft", draft)])
     monkeypatch.setattr(results, "measure", measured)
-    verifier = type("V", (), {"path": tmp_path})
-    found = results.run_benchmark(None, verifier, tmp_path, tmp_path, workload=workload)
+    found = results.run_benchmark(None, None, tmp_path, tmp_path, workload=workload)
     assert order == [("baseline", 3), ("draft", 6)]
     assert found["details"]["later_turns"] == 3
     assert [p["name"] for p in found["details"]["prompts"]] == list(made.names)
     assert found["details"]["by_category"]["y"]["prompts"] == 3
-    assert draft.digest() != Spec(**{**vars(draft), "workload": made}).digest()
+    assert draft.digest(Case(2)) != replace(draft, workload=made).digest(Case(2))

