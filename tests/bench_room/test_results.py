@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kimi_eagle.bench.draftdir import DraftInfo
-from kimi_eagle.bench.groups import by_category
 from kimi_eagle.bench.measure import Case, Measurement, Run, Spec
 from kimi_eagle.bench.plan import Load
 from kimi_eagle.bench.results import compare
+from kimi_eagle.bench.telling import by_category, summary
 from kimi_eagle.bench.workload import make_workload
 from kimi_eagle.errors import RunError
 
@@ -207,6 +207,23 @@ def test_loops_are_left_out_and_shown_beside() -> None:
     assert list(by_category(found)) == [
         "  category chat: 1.80, 2 prompts",
         "  category odd: loops only",
+    ]
+
+
+def test_lines_for_a_person() -> None:
+    workload = make_workload(["a", "b", "c"], [[1], [2], [3]], 30, 3)
+    one, wide = (run([*TOKENS, LOOP], s, [*HISTOGRAMS, [0, 0, 0, 7]]) for s in (2.0, 1.0))
+    found = compared(
+        {GREEDY: (one, one), WIDE: (wide, one), SAMPLED: (one, wide)}, spec(workload=workload)
+    )
+    assert summary(found) == [
+        "acceptance length 1.80 (1.67-2.00) at k=3, batch 1, greedy, 2 prompts",
+        "1 of 3 answers are loops, left out; acceptance length 4.00 of them alone, 2.71 of all",
+        "outputs identical: True (3 of 3 prompts, float32)",
+        "16.5 -> 16.5 tok/s, 1.00x (1.00-1.00); medians: 150 -> 150 ms to the first token,"
+        " 10 -> 10 ms a token then",
+        "  draft k=3 batch 16: 1.80 (1.67-2.00), 2.00x, 100% identical",
+        "  draft k=3 batch 1 temperature 0.7 top-p 0.9: 1.80 (1.67-2.00), 0.50x",
     ]
 
 

@@ -7,7 +7,7 @@ prompts share the engine's steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kimi_eagle.bench.measure import Run
@@ -41,18 +41,6 @@ def accepted_lengths(workload: Workload, k: int, draft: Run) -> list[dict[str, A
             told |= {"category": workload.categories[i], "source": workload.sources[i]}
         found.append(told)
     return found
-
-
-def by_category(results: Mapping[str, Any]) -> Iterator[str]:
-    """Lines for a person: acceptance length by category and by source."""
-    details = results["details"]
-    for kind in ("category", "source"):
-        for name, found in details[f"by_{kind}"].items() if len(details[f"by_{kind}"]) > 1 else ():
-            length = found["acceptance_length"]
-            told = "no draft" if length is None else f"{length:.2f}, {found['prompts']} prompts"
-            if not found["prompts"]:
-                told = "loops only"
-            yield f"  {kind} {name}: {told}"
 
 
 def _figures(
