@@ -14,6 +14,7 @@ import click
 
 from kimi_eagle import (
     __version__,
+    cli_benchmark,
     cli_check,
     cli_export,
     cli_image,
@@ -183,54 +184,6 @@ def stage(stage_name: str, run_path: str) -> None:
     sys.exit(run_stage(run_path, stage_name))
 
 
-@main.command()
-@click.argument("recipe", type=_PATH)
-@click.option("--draft", required=True, type=_PATH, help="Directory of a draft that vLLM loads.")
-@click.option("--out", type=_PATH, help="Where results go [default: bench-NAME].")
-@json_option
-def benchmark(recipe: str, draft: str, out: str | None, as_json: bool) -> None:
-    """Measure any draft that vLLM loads on the recipe's held-out prompts.
-
-    \b
-    Example:
-      kimi-eagle benchmark jobs/smollm2.toml --draft runs/smollm2/draft
-    """
-    from pathlib import Path
-
-    from kimi_eagle import recipe as recipes
-    from kimi_eagle.bench import run_benchmark
-    from kimi_eagle.bench.groups import by_category
-    from kimi_eagle.bench.workload import load_workload
-    from kimi_eagle.data.template import ChatTemplate
-    from kimi_eagle.verifier import open_verifier
-
-    loaded = recipes.load(recipe)
-    verifier = open_verifier(
-        loaded.verifier.path, trust_remote_code=loaded.verifier.trust_remote_code
-    )
-    folder = Path(out or f"bench-{Path(draft).resolve().name}").resolve()
-    results = run_benchmark(
-        loaded,
-        verifier,
-        Path(draft).resolve(),
-        folder,
-        workload=load_workload(loaded, ChatTemplate(verifier, loaded.template)),
-        results=folder / "results.json",
-        on_progress=lambda fraction, tokens: None,
-    )
-    if as_json:
-        print_json(results)
-    else:
-        speed = results["tokens_per_second"]
-        click.echo(
-            f"acceptance length {results['acceptance_length']:.2f} at k={results['k']}, outputs "
-            f"identical: {results['identical_outputs']}, {speed['baseline']:.1f} -> "
-            f"{speed['draft']:.1f} tok/s\n{folder / 'results.json'}"
-        )
-        for line in by_category(results):
-            click.echo(line)
-
-
 # -- looking -----------------------------------------------------------------------------------
 
 
@@ -357,6 +310,7 @@ for command in (
     cli_lock.reproduce,
     cli_lock.diff,
     cli_export.export,
+    cli_benchmark.benchmark,
     cli_image.image,
     cli_site.site,
     cli_selftest.selftest,
