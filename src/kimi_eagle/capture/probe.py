@@ -19,15 +19,16 @@ CHUNK = 256
 class Probe:
     """Holds norm and lm_head between calls and adds up what was seen.
 
-    verifier: `.final_norm()` -> (weight [H], eps) and `.lm_head()` -> [V, H] tensors.
+    verifier: `.final_norm()` -> (weight [H], eps) and `.lm_head()` -> [V, H] tensors. device: where
+    they are kept and states are expected.
     """
 
-    def __init__(self, verifier: Any):
+    def __init__(self, verifier: Any, device: str = "cpu"):
         import torch
 
         weight, self._eps = verifier.final_norm()
-        self._weight = torch.as_tensor(weight).float()
-        self._head = torch.as_tensor(verifier.lm_head())
+        self._weight = torch.as_tensor(weight).to(device).float()
+        self._head = torch.as_tensor(verifier.lm_head()).to(device)
         self.agreed, self.seen = 0, 0
 
     @property

@@ -5,7 +5,9 @@ Listens on speculators' own metric logger (`speculators.metrics`, 0.9.0) and wri
 step: share of tokens where this and all earlier draft steps were right, which is what vLLM
 calls acceptance per position), conditional_accuracy, lr, tokens_per_s, step_ms, data_wait
 (share of the step spent waiting for data). Validation lines: step, epoch and the same names
-with `val_`. Lines are flushed one by one; a torn last line is dropped on resume.
+with `val_`; after each a line with step, epoch, estimated_acceptance (tokens that a step of a
+server will give, by `estimate.py`) and estimated_rates (by drafted position). Lines are flushed one
+by one; a torn last line is dropped on resume.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class CurvesHandler(logging.Handler):
             line = self.last = train_line(record.msg)
         elif "val" in record.msg:
             line = val_line(record.msg, getattr(record, "step", 0))
+        elif "estimate" in record.msg:
+            line = estimate_line(record.msg, getattr(record, "step", 0))
         else:
             return
         self._file.write(json.dumps(line) + "\n")
@@ -79,6 +83,24 @@ def val_line(message: Mapping[str, Any], step: int) -> dict[str, Any]:
         "val_accuracy": _by_draft_step(metrics, "full_acc_{}_epoch"),
         "val_conditional_accuracy": _by_draft_step(metrics, "cond_acc_{}_epoch"),
     }
+
+
+def estimate_line(message: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The line of an estimate that `log_estimate` gave out."""
+    found = message["estimate"]
+    return {
+        "step": step,
+        "epoch": message["epoch"],
+        "estimated_acceptance": found["length"],
+        "estimated_rates": [v for name, v in found.items() if name.startswith("rate_")],
+    }
+
+
+def log_estimate(found: Mapping[str, Any], epoch: int, step: int) -> None:
+    """Give an estimate (`estimate.Tally.result`) out as the Trainer does its own metrics."""
+    rates = {f"rate_{i}": rate for i, rate in enumerate(found["rates"])}
+    message = {"estimate": {"length": found["length"], **rates}, "epoch": epoch}
+    logging.getLogger(METRICS_LOGGER).info(message, extra={"step": step})
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ from kimi_eagle.shards.store import ShardSet
 from kimi_eagle.training import attention, checkpoints, curves, damage, patches, start
 from kimi_eagle.training.dataset import ShardBatchSampler, ShardDataset, ShardLoader
 from kimi_eagle.training.draft_config import speculator_config
+from kimi_eagle.training.estimate import Estimator
 from kimi_eagle.training.trainer import ShardTrainer
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,9 @@ def train(
         model = build_model(recipe, verifier, d2t, t2d, device=device)
         loaders = _loaders(recipe, model, store, workdir / damage.NAME, device)
         schedule = plan_steps(loaders[0], section.epochs, section.max_steps)
+        estimator = Estimator(recipe, verifier, model.d2t, device)
         return _run(recipe, device, model, loaders, schedule, workdir, started,
-                    should_stop, on_progress)  # fmt: skip
+                    estimator, should_stop, on_progress)  # fmt: skip
     finally:
         curves.stop()
         maybe_destroy_distributed()
@@ -215,6 +217,7 @@ def _run(
     schedule: Schedule,
     workdir: Path,
     started: float,
+    estimator: Estimator,
     should_stop: Callable[[], bool],
     on_progress: Callable[[dict[str, Any]], None],
 ) -> TrainResult:
@@ -242,12 +245,18 @@ def _run(
             )
         return should_stop()
 
+    def on_validated(epoch: int, metrics: dict[str, Any]) -> None:
+        found = metrics["estimated_acceptance"] = estimator(trainer.model, loaders[1])
+        if get_rank() == 0:
+            curves.log_estimate(found, epoch, trainer.global_step)
+
     trainer = ShardTrainer(
         model,
         trainer_config(recipe, device, schedule.steps, workdir / "checkpoints"),
         *loaders,
         device=device,
         after_step=after_step,
+        on_validated=on_validated,
     )
     curve_path = workdir / "curves.jsonl"
     if get_rank() == 0:

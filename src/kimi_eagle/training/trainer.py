@@ -35,12 +35,21 @@ class ShardTrainer(Trainer):
     """Trainer whose `run` answers whether it was interrupted.
 
     The loaders are ShardLoaders. device: "cpu" or "cuda". after_step: called after each optimizer
-    step with the number of steps done; True asks for a stop. Further arguments: speculators' own.
+    step with the number of steps done; True asks for a stop. on_validated: called on all ranks with
+    an epoch and its metrics, to add to them. Further arguments: speculators' own.
     """
 
-    def __init__(self, *args: Any, device: str, after_step: Callable[[int], bool], **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        device: str,
+        after_step: Callable[[int], bool],
+        on_validated: Callable[[int, dict[str, Any]], None] | None = None,
+        **kwargs: Any,
+    ):
         self._device = device
         self._callback = after_step
+        self._on_validated = on_validated
         self._local_step = 0
         super().__init__(*args, **kwargs)
 
@@ -118,6 +127,8 @@ class ShardTrainer(Trainer):
         loss = metrics.get("loss_epoch")
         if loss is None or not math.isfinite(loss):
             raise RunError(f"validation loss of epoch {epoch} is {loss}", expected="a number")
+        if self._on_validated:
+            self._on_validated(epoch, metrics)
         if self.rank == 0:
             path = self.checkpointer.val_metrics_path(epoch)
             files.write_atomic(path, json.dumps(metrics))
