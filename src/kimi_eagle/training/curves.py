@@ -3,11 +3,11 @@
 Listens on speculators' own metric logger (`speculators.metrics`, 0.9.0) and writes
 `curves.jsonl`. Training lines: step (optimizer steps done), epoch, loss, accuracy (by draft
 step: share of tokens where this and all earlier draft steps were right, which is what vLLM
-calls acceptance per position), conditional_accuracy, lr, tokens_per_s, step_ms, data_wait
-(share of the step spent waiting for data). Validation lines: step, epoch and the same names
-with `val_`; after each a line with step, epoch, estimated_acceptance (tokens that a step of a
-server will give, by `estimate.py`) and estimated_rates (by drafted position). Lines are flushed one
-by one; a torn last line is dropped on resume.
+calls acceptance per position), conditional_accuracy, lr, grad_norm (before clipping), tokens_per_s,
+step_ms, data_wait (share of the step spent waiting for data). Validation lines: step, epoch and the
+same names with `val_`; after each a line with step, epoch, estimated_acceptance (tokens that a step
+of a server will give, by `estimate.py`) and estimated_rates (by drafted position). Lines are
+flushed one by one; a torn last line is dropped on resume, and so is what is done again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from speculators.train.logger import setup_metric_logger
+from speculators.train.logger import TensorBoardHandler, setup_metric_logger
 
 from kimi_eagle import files
+from kimi_eagle.training.checkpoints import METRICS
 
 METRICS_LOGGER = "speculators.metrics"
 
@@ -67,6 +68,7 @@ def train_line(message: Mapping[str, Any]) -> dict[str, Any]:
         "conditional_accuracy": _by_draft_step(metrics, "cond_acc_{}"),
         # With Muon there are two rates; the matrices' one is the run's.
         "lr": next(iter(lr.values())) if isinstance(lr, Mapping) else lr,
+        "grad_norm": message.get("grad_norm"),
         "tokens_per_s": round(profile.get("tokens_per_s", 0.0), 1),
         "step_ms": round(step_ms, 1),
         "data_wait": round(profile["queue_ms"] / step_ms, 4) if step_ms else 0.0,
@@ -115,17 +117,35 @@ def read(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def rewind(path: Path, step: int) -> None:
-    """Drop what was logged after `step` steps: the run is about to do them again."""
-    kept = [line for line in read(path) if line["step"] <= step]
+def rewind(path: Path, step: int, *, validated: bool = True) -> None:
+    """Drop what was logged after `step` steps, and the validation there if it is yet to come: the
+    run is about to do it again."""
+    last = [line for line in read(path) if line["step"] <= step]
+    kept = [x for x in last if validated or x["step"] < step or "loss" in x]
     files.write_atomic(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
-def start(path: Path, tensorboard: Path) -> CurvesHandler:
-    """Log to `path` and, through speculators' own handler, to the TensorBoard folder."""
-    setup_metric_logger(loggers="tensorboard", run_name="train", output_dir=str(tensorboard))
+def start(
+    path: Path, tensorboard: Path, step: int = 0, checkpoint: Path | None = None
+) -> CurvesHandler:
+    """Log to `path` and, through speculators' own handler, to the TensorBoard folder.
+
+    Both go on after `step` steps, at which the run was left with `checkpoint`. TensorBoard takes
+    back all that lies at or after a step, so that the checkpoint's own validation is told again.
+    """
+    done = files.read_json(checkpoint / METRICS) if checkpoint else None
+    rewind(path, step, validated=isinstance(done, dict))
+    setup_metric_logger(loggers="", run_name="", output_dir="")
+    metrics = logging.getLogger(METRICS_LOGGER)
+    board = TensorBoardHandler(run_name="train", log_dir=tensorboard, purge_step=step)
+    metrics.addHandler(board)
+    if isinstance(done, dict):
+        found, epoch = done.pop("estimated_acceptance", None), int(checkpoint.name)
+        metrics.info({"val": done, "epoch": epoch}, extra={"step": step})
+        if found:
+            log_estimate(found, epoch, step)
     handler = CurvesHandler(path)
-    logging.getLogger(METRICS_LOGGER).addHandler(handler)
+    metrics.addHandler(handler)
     return handler
 
 

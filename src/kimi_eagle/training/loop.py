@@ -6,8 +6,9 @@ Training starts from the shards' indexes; a sample is read when it is its turn. 
 parts instead of `speculators.train.cli.main`, because that one parses a command line, installs
 signal handlers whose checkpoint is never resumed from, and has no way to stop between steps.
 
-CPU: one process, dense attention, losses written out. GPU: flex attention, fused losses, DDP over
-the ranks of torchrun (LOCAL_RANK); that path follows speculators' own and was not run here.
+CPU: dense attention, losses written out, gloo between ranks. GPU: flex attention, fused losses, NCCL;
+that path follows speculators' own and was not run here. Several ranks are those of torchrun
+(LOCAL_RANK), with DDP or FSDP as `train.parallel` says.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from loguru import logger as loguru_logger
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.train import distributed
 from speculators.train.cli import set_seed
 from speculators.train.distributed import (
     get_dp_rank,
@@ -34,7 +36,6 @@ from speculators.train.distributed import (
     get_rank,
     get_world_size,
     maybe_destroy_distributed,
-    maybe_setup_distributed,
 )
 from speculators.train.trainer import TrainerConfig
 from transformers.utils import logging as transformers_logging
@@ -106,10 +107,9 @@ def train(
     _quiet()
     started = time.monotonic()
     workdir.mkdir(parents=True, exist_ok=True)
-    if device == "cuda":
-        maybe_setup_distributed()
-    else:
+    if device == "cpu":
         _cpu_threads()
+    distributed.maybe_setup_distributed()
     try:
         set_seed(recipe.seed)
         if get_rank() == 0:
@@ -260,8 +260,8 @@ def _run(
     )
     curve_path = workdir / "curves.jsonl"
     if get_rank() == 0:
-        curves.rewind(curve_path, trainer.global_step)
-        log = curves.start(curve_path, workdir / "tensorboard")
+        left = trainer.checkpointer.prev_path
+        log = curves.start(curve_path, workdir / "tensorboard", trainer.global_step, left)
     interrupted = trainer.run()
     steps = trainer.global_step
     return TrainResult(
@@ -326,8 +326,6 @@ def _device(wanted: str) -> str:
     device = wanted if wanted != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no GPU that torch can use", where="train.device", expected="cpu or auto")
-    if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("several ranks on the CPU", where="train.device", expected="one process")
     return device
 
 
