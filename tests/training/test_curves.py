@@ -79,6 +79,21 @@ def test_lines_have_what_a_person_asks_for(tmp_path):
     assert board(tmp_path / "tb")["grad_norm"] == [(0, 0.3)]
 
 
+def test_the_report_reads_an_estimate_with_its_validation(tmp_path):
+    from kimi_eagle.bench import curves as told
+    from kimi_eagle.training import curves
+
+    curves.start(tmp_path / "curves.jsonl", tmp_path / "tb")
+    log(train_message(0, 3.0), 0)
+    validate(0, 1, 0.5, None)
+    log({"val": {"loss_epoch": 0.25}, "epoch": 1}, 2)  # one without an estimate
+    curves.stop()
+    training, validation = told.read(tmp_path / "curves.jsonl")
+    assert [line["step"] for line in training] == [1]
+    assert [line.get("estimated_acceptance") for line in validation] == [1.5, None]
+    assert (validation[0]["val_loss"], validation[0]["estimated_rates"]) == (0.5, [0.5, 0.25])
+
+
 @pytest.mark.parametrize("validated", [True, False], ids=["after", "before"])
 def test_left_and_resumed_at_the_end_of_an_epoch_is_as_in_one_go(tmp_path, validated):
     """Killed after (or before) the validation was kept, two steps into what is done again."""

@@ -1,7 +1,8 @@
 """Training curves for the report: curves.jsonl read and thinned. The training room writes it.
 
-Reads one JSON object a line: training lines (step, loss, accuracy by draft token) and validation
-lines (step, val_loss, val_accuracy). Kept apart from training.curves, which imports speculators.
+Reads one JSON object a line: training lines (step, loss, accuracy by draft token), validation lines
+(step, val_loss, val_accuracy) and, after each of these, the acceptance estimated then. Kept apart
+from training.curves, which imports speculators.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def read(path: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     """(training lines, validation lines) of the file; a torn line is left out.
 
     Each training line has step, loss and accuracy (a list, maybe empty); each validation line has
-    step and val_loss.
+    step and val_loss, and estimated_acceptance and estimated_rates where they were estimated.
     """
     training: list[dict[str, Any]] = []
     validation: list[dict[str, Any]] = []
@@ -30,6 +31,9 @@ def read(path: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
             validation.append(line)
         elif "loss" in line:
             training.append({"accuracy": [], **line})
+        elif "estimated_acceptance" in line and validation:
+            if validation[-1]["step"] == line["step"]:
+                validation[-1] = {**validation[-1], **line}
     return training, validation
 
 

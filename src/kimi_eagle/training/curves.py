@@ -68,7 +68,7 @@ def train_line(message: Mapping[str, Any]) -> dict[str, Any]:
         "conditional_accuracy": _by_draft_step(metrics, "cond_acc_{}"),
         # With Muon there are two rates; the matrices' one is the run's.
         "lr": next(iter(lr.values())) if isinstance(lr, Mapping) else lr,
-        "grad_norm": message.get("grad_norm"),
+        **({"grad_norm": round(message["grad_norm"], 6)} if "grad_norm" in message else {}),
         "tokens_per_s": round(profile.get("tokens_per_s", 0.0), 1),
         "step_ms": round(step_ms, 1),
         "data_wait": round(profile["queue_ms"] / step_ms, 4) if step_ms else 0.0,
