@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from kimi_eagle import recipe as recipes
-from kimi_eagle.bench import measure, results
+from kimi_eagle.bench import measure, results, telling
 from kimi_eagle.capture.settings import environment
 from kimi_eagle.errors import UsageError
 from kimi_eagle.verifier import Verifier, open_verifier
@@ -47,14 +47,24 @@ def draft(verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given:
         shutil.copytree(given, copied)
         return copied
-    common = verifier.tokenizer().encode(", . the\n and of 1 a to is", add_special_tokens=False)
+    return shutil.move(make(verifier, folder / "made", ", . the\n and of 1 a to is"), copied)
+
+
+@pytest.fixture(scope="module")
+def other(verifier: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that knows other words."""
+    return make(verifier, tmp_path_factory.mktemp("other") / "rare", " zebra Quebec fjord yacht")
+
+
+def make(verifier: Verifier, place: Path, words: str) -> Path:
+    ids = verifier.tokenizer().encode(words, add_special_tokens=False)
     program = Path(__file__).with_name("drafts.py")
-    args = [sys.executable, program, verifier.path, folder / "made", *common]
+    args = [sys.executable, program, verifier.path, place, *ids]
     subprocess.run(list(map(str, args)), check=True, capture_output=True)
-    return shutil.move(folder / "made", copied)
+    return place
 
 
-def recipe_for(folder: Path, verifier: Verifier) -> recipes.Recipe:
+def recipe_for(folder: Path, verifier: Verifier, other: Path) -> recipes.Recipe:
     held_out = folder / "held.jsonl"
     held_out.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in QUESTIONS))
     return recipes.parse(
@@ -70,8 +80,11 @@ def recipe_for(folder: Path, verifier: Verifier) -> recipes.Recipe:
             "benchmark": {
                 "prompts": str(held_out),
                 "k": K,
+                "sweep_k": [1],
                 "max_tokens": MAX_TOKENS,
-                "batch_sizes": [2, 4],
+                "batch_sizes": [1, 4],
+                "sampling": [{"temperature": 0.8, "top_p": 0.95}],
+                "against": [str(other)],
                 "engine": {"dtype": "float32"},
             },
         },
@@ -81,18 +94,44 @@ def recipe_for(folder: Path, verifier: Verifier) -> recipes.Recipe:
 
 
 @pytest.fixture(scope="module")
-def benchmark(verifier: Verifier, draft: Path, tmp_path_factory: pytest.TempPathFactory):
-    """(results, folder, progress) of one real benchmark."""
+def benchmark(
+    verifier: Verifier, draft: Path, other: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    """(results, folder, progress) of one real benchmark, stopped in its middle once."""
     folder = tmp_path_factory.mktemp("bench")
     told: list[tuple[float, int]] = []
+    recipe = recipe_for(folder, verifier, other)
+    measurements = folder / "measurements"
+
+    def stop(share: float, _tokens: int) -> None:
+        told.append((share, 0))
+        if done(measurements):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        results.run_benchmark(recipe, verifier, draft, folder, on_progress=stop)
+    first = {path: path.stat().st_mtime_ns for path in done(measurements)}
+    assert len(first) == 1
+    told.clear()
+    lines: list[str] = []
     found = results.run_benchmark(
-        recipe_for(folder, verifier),
+        recipe,
         verifier,
         draft,
         folder,
+        on_plan=lines.extend,
         on_progress=lambda share, tokens: told.append((share, tokens)),
     )
+    assert lines[0].startswith("4 engine loads, 11 measurements of 4 prompts")
+    assert lines[1].endswith("(1 done before)") and len(lines) == 5
+    assert len(done(measurements)) == 11
+    assert all(path.stat().st_mtime_ns == before for path, before in first.items())
+    print("\n".join(telling.summary(found)))
     return found, folder, told
+
+
+def done(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*-????????????????.json"))
 
 
 def test_outputs_are_identical_and_figures_agree_with_the_tokens(benchmark, draft: Path) -> None:
@@ -109,15 +148,55 @@ def test_outputs_are_identical_and_figures_agree_with_the_tokens(benchmark, draf
     (whole,) = details["by_source"].values()  # from each request's own counts
     for name in ("acceptance_length", "acceptance_per_position"):
         assert whole[name] == pytest.approx(found[name])
-    for row in details["batch_sizes"]:
+    for row in [*details["batch_sizes"], *details["sweeps"]]:
         # The prompt's own step gives the first token; each draft gives one and what it got right;
         # of a last draft's tokens up to k may fall behind max_tokens.
         steps = row["output_tokens"]["draft"] - len(QUESTIONS)
         made = row["drafts"] + row["accepted_tokens"]
-        assert steps <= made <= steps + K * len(QUESTIONS)
-        assert row["identical_prompts"] == len(QUESTIONS)
+        assert steps <= made <= steps + row["k"] * len(QUESTIONS)
+        if not row["temperature"]:
+            assert row["identical_prompts"] == len(QUESTIONS)
     assert {p["finish_reason"] for p in details["prompts"]} <= {"length", "stop"}
     assert details["draft"] == str(draft)
+    assert [f["share"] for f in details["floor"]] == [1.0]
+
+
+def test_what_else_was_asked_for_is_measured(benchmark, other: Path) -> None:
+    details = benchmark[0]["details"]
+    kinds = [(r["draft"], r["k"], r["batch_size"], r["temperature"]) for r in details["sweeps"]]
+    rare = other.name
+    assert kinds == [
+        ("draft", K, 1, 0.8), (rare, K, 1, 0.0), (rare, K, 4, 0.0), (rare, K, 1, 0.8),
+        ("draft", 1, 1, 0.0), ("draft", 1, 4, 0.0),
+    ]  # fmt: skip
+    assert [len(r["acceptance_per_position"]) for r in details["sweeps"]] == [K] * 4 + [1] * 2
+    assert list(details["drafts"]) == ["draft", rare]
+    if "KIMI_EAGLE_TEST_DRAFT" not in os.environ:
+        assert details["sweeps"][1]["acceptance_length"] == 1.0  # nobody speaks of zebras
+    sampled = details["sweeps"][0]
+    assert sampled["identity"] is None and 1.0 <= sampled["acceptance_length"] <= K + 1
+    assert [e["draft"] for e in details["engines"]] == [None, "draft", rare, "draft"]
+
+
+def test_times_of_each_request_add_up(benchmark) -> None:
+    """vLLM's time to the first token and ours to the whole answer, one prompt after another."""
+    found, folder, _ = benchmark
+    single, wide = found["details"]["batch_sizes"]
+    for kind in ("draft", "baseline"):
+        assert single["mean_in_flight"][kind] == pytest.approx(1.0, abs=0.02)
+        assert 1.5 < wide["mean_in_flight"][kind] <= 4.0
+    for path in done(folder / "measurements"):
+        run = json.loads(path.read_text())["run"]
+        assert run["warm_up"]["prompts"] in (1, 4) and run["warm_up"]["tokens"] > 0
+        for tokens, whole, first, later in zip(
+            run["tokens"],
+            run["each_seconds"],
+            run["first_token_seconds"],
+            run["token_seconds"],
+            strict=True,
+        ):
+            assert 0 < first < whole
+            assert first + later * (len(tokens) - 1) == pytest.approx(whole, rel=0.1, abs=0.02)
 
 
 def test_some_noise_is_accepted(benchmark) -> None:
@@ -130,33 +209,37 @@ def test_progress_grows_to_the_end(benchmark) -> None:
     found, _, told = benchmark
     shares, tokens = [t[0] for t in told], [t[1] for t in told]
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
-    made = sum(sum(r["output_tokens"].values()) for r in found["details"]["batch_sizes"])
+    rows = [*found["details"]["batch_sizes"], *found["details"]["sweeps"]]
+    made = sum(r["output_tokens"]["draft"] for r in rows)
+    own = [r for r in rows if (r["draft"], r["k"]) == ("draft", K)]
+    made += sum(r["output_tokens"]["baseline"] for r in own)
     assert tokens == sorted(tokens) and tokens[-1] == made
 
 
-def test_a_finished_half_is_not_measured_again(
-    benchmark, verifier: Verifier, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found, done, _ = benchmark
-    folder = shutil.copytree(done, tmp_path / "bench")
+def test_what_is_finished_is_not_measured_again(
+    benchmark, verifier: Verifier, draft: Path, other: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    found, before, _ = benchmark
+    folder = shutil.copytree(before, tmp_path / "bench")
     (folder / "results.json").unlink()
+    recipe = recipe_for(folder, verifier, other)
 
     def forbidden(*_: object) -> int:
         raise AssertionError("an engine was started")
 
     monkeypatch.setattr(measure, "_run_child", forbidden)
-    again = results.run_benchmark(recipe_for(folder, verifier), verifier, draft, folder)
-    assert again == found
-    next((folder / "measurements").glob("baseline-????????????????.json")).unlink()
+    assert results.run_benchmark(recipe, verifier, draft, folder) == found
+    next(p for p in done(folder / "measurements") if p.name.startswith("baseline")).unlink()
     with pytest.raises(AssertionError, match="an engine was started"):
-        results.run_benchmark(recipe_for(folder, verifier), verifier, draft, folder)
+        results.run_benchmark(recipe, verifier, draft, folder)
 
 
 def test_a_place_that_cannot_be_written_is_told_before_an_engine_loads(
-    verifier: Verifier, draft: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verifier: Verifier, draft: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    recipe = recipe_for(tmp_path, verifier)
+    recipe = recipe_for(tmp_path, verifier, other)
     monkeypatch.setattr(measure, "_run_child", None)
     with pytest.raises(UsageError, match="cannot be written"):
         results.run_benchmark(recipe, verifier, draft, tmp_path / "file" / "bench")
@@ -231,8 +314,13 @@ def test_vllm_serve_loads_the_draft_alone(
             choice = json.load(reply)["choices"][0]
         with urllib.request.urlopen(f"{address}/metrics", timeout=30) as reply:
             metrics = reply.read().decode()
-    files = (folder / "measurements").glob("baseline-????????????????.json")
-    measured = json.loads(next(files).read_text())
-    assert choice["token_ids"] == measured["runs"][0]["tokens"][0]
+    measured = [json.loads(p.read_text()) for p in done(folder / "measurements")]
+    (alone,) = (
+        m
+        for m in measured
+        if m["kind"] == "baseline"
+        and m["case"] == {"batch_size": 1, "temperature": 0.0, "top_p": 1.0}
+    )
+    assert choice["token_ids"] == alone["run"]["tokens"][0]
     drafts = [m for m in metrics.splitlines() if m.startswith("vllm:spec_decode_num_drafts_total")]
     assert drafts and float(drafts[0].split()[-1]) > 0

@@ -8,9 +8,9 @@ draft and the others at the headline's k, then the other k.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kimi_eagle.bench.draftdir import DraftInfo, open_draft
 from kimi_eagle.bench.measure import Case, Spec, todo
@@ -37,8 +37,12 @@ class Load:
 
 def open_drafts(recipe: Recipe, verifier: Verifier, own: str | Path) -> dict[str, DraftInfo]:
     """Name -> draft, the run's own first. UsageError for the first that does not fit."""
-    paths = {OWN: own} | {str(a.name): a.path for a in recipe.benchmark.against}
-    return {name: open_draft(path, verifier.path) for name, path in paths.items()}
+    return {OWN: open_draft(own, verifier.path)} | open_against(recipe, verifier)
+
+
+def open_against(recipe: Recipe, verifier: Verifier) -> dict[str, DraftInfo]:
+    """Name -> draft of `[benchmark] against`. UsageError for the first that does not fit."""
+    return {str(a.name): open_draft(a.path, verifier.path) for a in recipe.benchmark.against}
 
 
 def make_loads(
@@ -70,6 +74,20 @@ def told(loads: Sequence[Load], folder: Path | None = None) -> list[str]:
         cases = "; ".join(map(str, load.spec.cases))
         lines.append(f"  {load}: {cases}" + (f" ({done} done before)" if done else ""))
     return lines
+
+
+def as_data(loads: Sequence[Load], folder: Path) -> dict[str, Any]:
+    """The same for a machine: engine_loads, measurements, and of each load its cases."""
+    found = []
+    for load in loads:
+        missing = todo(load.spec, folder)
+        cases = [asdict(case) | {"done": case not in missing} for case in load.spec.cases]
+        found.append({"draft": load.draft, "k": load.spec.k, "cases": cases})
+    return {
+        "engine_loads": len(loads),
+        "measurements": sum(len(load.spec.cases) for load in loads),
+        "loads": found,
+    }
 
 
 def _spec(recipe: Recipe, verifier: Verifier, workload: Workload, cases: tuple[Case, ...]) -> Spec:
