@@ -19,6 +19,7 @@ from kimi_eagle import (
     cli_export,
     cli_image,
     cli_lock,
+    cli_report,
     cli_selftest,
     cli_shards,
     cli_site,
@@ -220,20 +221,6 @@ def explain(run_path: str, recipe: str | None, as_json: bool) -> None:
             click.echo(f"{'':<12}{change}  ({count} unit{'s' if count > 1 else ''})")
 
 
-@main.command()
-@click.argument("run_path", metavar="RUN", type=_PATH)
-def report(run_path: str) -> None:
-    """Write RUN/report.html from what there is so far."""
-    from kimi_eagle.containers.start import enter
-    from kimi_eagle.stages.context import open_context
-    from kimi_eagle.summary import write_report
-
-    ctx = open_context(run_path)
-    enter(ctx.run, ["report", str(ctx.run.path)])
-    write_report(ctx)
-    click.echo(ctx.run.report)
-
-
 # -- mending and tidying ------------------------------------------------------------------------
 
 
@@ -311,6 +298,7 @@ for command in (
     cli_lock.diff,
     cli_export.export,
     cli_benchmark.benchmark,
+    cli_report.report,
     cli_image.image,
     cli_site.site,
     cli_selftest.selftest,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kimi_eagle import accepted, files
-from kimi_eagle.ledger import Record
-from kimi_eagle.rundir import RunDir
+from kimi_eagle.errors import UsageError
+from kimi_eagle.ledger import Ledger, Record
+from kimi_eagle.recipe import STAGES
+from kimi_eagle.rundir import RunDir, open_run
 from kimi_eagle.stages.context import Context
 from kimi_eagle.survey import StageState, all_workers, survey, times
+
+if TYPE_CHECKING:
+    from kimi_eagle.bench.report_many import Side
 
 
 def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dict[str, Any]]:
@@ -82,9 +89,64 @@ def write_report(ctx: Context) -> None:
         sources=prepared.info["by_source"] if prepared else {},
         counts=prepared.counts if prepared else {},
         vocab=(mapping.info | mapping.counts) if mapping else {},
+        lock=lock_of(ctx.run),
         provenance=(trained or prepared).data["provenance"] if (trained or prepared) else {},
         keys={r.data["stage"]: r.key for r in (trained, measured) if r},
         use=job_use(ctx.run),
         accepted=accepted.read(ctx.run),
     )
     write(ctx.run.report, data)
+
+
+def lock_of(run: RunDir) -> dict[str, Any]:
+    """The content of run.lock.json; {} where there is none, or none that is whole."""
+    from kimi_eagle.lock import runlock
+
+    try:
+        return runlock.read(run.path)
+    except UsageError:
+        return {}
+
+
+def write_comparison(paths: Sequence[str], out: Path) -> None:
+    """One page that shows several runs side by side, from what lies in them.
+
+    UsageError for a path that is no run, and where `out` cannot be written.
+    """
+    from kimi_eagle.bench.report_many import write_comparison as write
+
+    runs = [open_run(path) for path in paths]
+    sides = [_side(run, name) for run, name in zip(runs, _names(runs), strict=True)]
+    try:
+        write(out, sides)
+    except OSError as e:
+        raise UsageError(f"cannot be written: {e.strerror}", where=out) from None
+
+
+def _names(runs: Sequence[RunDir]) -> list[str]:
+    """The ends of the runs' paths, as short as tells them apart."""
+    whole = [run.path.parts for run in runs]
+    depth = 1
+    while depth < max(map(len, whole)) and len({p[-depth:] for p in whole}) < len(set(whole)):
+        depth += 1
+    return ["/".join(parts[-depth:]).replace("//", "/") for parts in whole]
+
+
+def _side(run: RunDir, name: str) -> Side:
+    """What a comparison shows of a run: its newest records, whatever their keys."""
+    from kimi_eagle.bench.report_many import Side
+    from kimi_eagle.lock.rundiff import flat_recipe
+
+    records = {stage: Ledger(run.stage(stage)).newest() for stage in STAGES}
+    trained, used, lock = records["train"], job_use(run), lock_of(run)
+    return Side(
+        name=name,
+        path=str(run.path),
+        results=files.read_json(run.bench / "results.json"),
+        lock=lock,
+        curves=trained[-1].path("curves.jsonl") if trained else None,
+        fields=(flat_recipe(lock) or {}) if lock else {},
+        bytes=sum(r.counts.get("bytes", 0) for found in records.values() for r in found),
+        seconds=sum(times(found).get("wall", 0.0) for found in records.values() if found),
+        gpu_hours=used["all"]["gpu_hours"] if used else None,
+    )

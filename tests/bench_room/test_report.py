@@ -8,9 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree.ElementTree import fromstring
 
+from made_results import made_results
+
 from kimi_eagle.bench import curves
 from kimi_eagle.bench.report import ReportData, render, write_report
 
+# As format bench/2 was: older results show what they have.
 RESULTS = {
     "acceptance_length": 1.523,
     "acceptance_per_position": [0.372, 0.113, 0.038],
@@ -20,6 +23,7 @@ RESULTS = {
     "workload": "feedbeef",
     "details": {
         "identical_outputs_reason": "16 of 16 prompts, float32",
+        "speedup": 1.25,
         "prompts": [
             {
                 "name": "held:1",
@@ -47,9 +51,10 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.tags: list[str] = []
         self.links: list[str] = []
-        self.words = ""
+        self.pieces: list[str] = []
         self.feed(html)
         assert not self.open
+        self.words = " ".join(self.pieces)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
@@ -61,7 +66,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.words += data + " "
+        self.pieces += data.split()
 
 
 def svgs(html: str) -> list:
@@ -90,7 +95,8 @@ def test_a_whole_run(tmp_path: Path) -> None:
     page = Page(html)
     for shown in ("1.52", "1.25×", "yes", "16 of 16", "240", "0.9861", "2.13.0", "feedbeef"):
         assert shown in page.words
-    acceptance, loss, accuracy, spent = svgs(html)
+    acceptance, loss, accuracy, rate, spent = svgs(html)
+    assert rate.get("aria-label") == "Lines: Learning rate"
     assert [float(e.get("data-value")) for e in acceptance.iter() if e.get("rx")] == [
         0.372,
         0.113,
@@ -100,7 +106,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert sum(e.tag.endswith("polyline") for e in accuracy.iter()) == 3
     parts = [float(e.get("data-value")) for e in spent.iter() if e.get("data-value")]
     assert parts == [80.0, 10.0, 10.0]
-    assert page.links == ["bench/results.json"]
+    assert page.links == ["#benchmark", "#training", "#run", "#files", "bench/results.json"]
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert not re.findall(r"(?:https?:)?//(?!www\.w3\.org/2000/svg)", html.split("</style>")[1])
     assert "url(" not in html and "@import" not in html
@@ -111,31 +117,64 @@ def test_a_run_with_nothing_yet(tmp_path: Path) -> None:
     assert "Not benchmarked yet" in page.words and "svg" not in page.tags
 
 
-def group(length: float | None, prompts: int = 2) -> dict:
-    return {
-        "prompts": prompts,
-        "drafts": 10,
-        "output_tokens": 20,
-        "acceptance_length": length,
-        "acceptance_per_position": length and [0.5, 0.25, 0.125],
-        "identical_prompts": 1,
-    }
+def test_every_part_of_a_benchmark() -> None:
+    """A pair: what stands in results.json of the newest format, and that it is told."""
+    results = made_results()
+    page = Page(render(ReportData("x", results=results), Path("/nowhere")))
+    details = results["details"]
+    for part in (
+        f"{results['intervals']['acceptance_length'][0]:.2f} to",
+        "10 of 12 prompts", "2 of 12 answers repeat themselves and are left out",
+        f"alone they have an acceptance length of {details['loops']['acceptance_length']:.2f}",
+        "1 of 12 prompts are near-duplicates", "4 of the prompts are later turns",
+        "The verifier alone gives 12 of 12 answers unchanged at batch 16 instead of 1",
+        "T 0.6, top-p 0.95", "published", "this draft, k = 4", "Speed-up against batch size",
+        "Acceptance by k", "Acceptance by sampling", "Drafts compared", "mt-bench", "Latency",
+    ):  # fmt: skip
+        assert part in page.words, part
+    charts = {svg.get("aria-label").partition(":")[0] for svg in svgs_of(results)}
+    assert charts == {"Bar chart", "acceptance length", "Lines"}
+    for absent in ("Speed-up against batch size", "Intervals", "Drafts compared"):
+        assert f"{absent} [" not in page.words.partition("Not in this report")[2]
 
 
-def test_acceptance_by_category_and_source(tmp_path: Path) -> None:
-    details = {
-        "by_category": {"chat": group(2.125), "code": group(None, 1)},
-        "by_source": {"own": group(1.875, 3)},
-        "later_turns": 4,
-    }
-    results = {**RESULTS, "details": RESULTS["details"] | details}
-    words = Page(render(ReportData("x", results=results), tmp_path)).words
-    assert "2.125" in words and "0.50 0.25 0.12" in words and "code" in words
-    assert "4 of the prompts are later turns" in words
-    assert "1.875" not in words  # one source is the whole
-    details["by_source"]["mt-bench"] = group(2.375)
-    words = Page(render(ReportData("x", results=results | {"details": details}), tmp_path)).words
-    assert "1.875" in words and "2.375" in words
+def svgs_of(results: dict) -> list:
+    return svgs(render(ReportData("x", results=results), Path("/nowhere")))
+
+
+def test_what_was_not_measured_is_named() -> None:
+    """Each part taken out of the results is missed by name, with what would measure it."""
+    whole = made_results()
+    for name, value, told in (
+        ("sweeps", [], "[benchmark] against names no other draft"),
+        ("sweeps", [], "[benchmark] sweep_k names no other k"),
+        ("sweeps", [], "[benchmark] sampling is empty"),
+        ("batch_sizes", whole["details"]["batch_sizes"][:1], "batch_sizes has one size"),
+        ("by_category", {}, "the prompts have none"),
+        ("near_duplicates", None, "near-duplicates are not known"),
+    ):
+        sweeps = [] if name == "batch_sizes" else whole["details"]["sweeps"]
+        results = {**whole, "details": {**whole["details"], "sweeps": sweeps, name: value}}
+        texts = [
+            Page(render(ReportData("x", results=r), Path("/nowhere"))).words
+            for r in (whole, results)
+        ]
+        assert [told in text for text in texts] == [False, True], told
+
+
+def test_odd_results_do_not_break_the_page() -> None:
+    """A value of another kind, at any place of the file, is shown as missing."""
+    whole, nowhere = made_results(), Path("/nowhere")
+    row = whole["details"]["batch_sizes"][0]
+    for odd in (None, "?", [3], {"a": [3]}, float("nan"), True):
+        results = {**dict.fromkeys(whole, odd), "details": whole["details"]}
+        assert render(ReportData("x", results=results), nowhere)
+        details = {**whole["details"], "batch_sizes": [dict.fromkeys(row, odd)], "sweeps": []}
+        assert render(ReportData("x", results={**whole, "details": details}), nowhere)
+        for name in ("batch_sizes", "sweeps", "drafts", "by_category", "prompts", "loops", "floor",
+                     "near_duplicates", "engines", "versions"):  # fmt: skip
+            details = {**whole["details"], name: odd}
+            assert render(ReportData("x", results={**whole, "details": details}), nowhere)
 
 
 def test_prompts_that_were_trained_on_are_shown(tmp_path: Path) -> None:
@@ -179,7 +218,8 @@ def test_not_claimed_and_not_identical_are_told_apart(tmp_path: Path) -> None:
         ).words
         for same in (False, None)
     }
-    assert " no " in words[False] and " no " not in words[None] and "—" in words[None]
+    told = {same: text.split("identical outputs ")[1].split()[0] for same, text in words.items()}
+    assert told == {False: "no", None: "—"}
 
 
 def test_long_curves_become_means_of_equal_parts() -> None:

@@ -1,4 +1,4 @@
-"""The report's tables: how one is laid out, and those of the benchmark."""
+"""How the report's parts are laid out: a section, a figure, a table, a list of facts."""
 
 from __future__ import annotations
 
@@ -6,115 +6,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench.svg import h, number
+from kimi_eagle.bench.svg import h
 
 
-def speed_table(results: Mapping[str, Any] | None) -> Element | None:
-    sizes = ((results or {}).get("details") or {}).get("batch_sizes")
-    if not sizes:
-        return None
-    rows = [
-        [
-            row["batch_size"],
-            f"{row['acceptance_length']:.3f}",
-            number(row["tokens_per_second"]["baseline"]),
-            number(row["tokens_per_second"]["draft"]),
-            f"{row['speedup']:.2f}×",
-            f"{row['output_tokens']['draft']:,}",
-            row["identical_prompts"],
-        ]
-        for row in sizes
-    ]
-    titles = (
-        "batch", "acceptance length", "tokens/s without", "tokens/s with", "speed-up", "tokens",
-        "identical prompts",
-    )  # fmt: skip
-    return section("Speed by batch size", table(titles, rows, words=0))
-
-
-def prompt_table(results: Mapping[str, Any] | None) -> Element | None:
-    prompts = ((results or {}).get("details") or {}).get("prompts")
-    if not prompts:
-        return None
-    rows = [
-        [
-            p["name"],
-            p.get("category", ""),
-            p["tokens"]["draft"],
-            f"{length:.2f}" if (length := p.get("acceptance_length")) else "",
-            p["finish_reason"],
-            "yes" if p["identical"] else f"differs at token {p['first_difference'] + 1}",
-        ]
-        for p in prompts
-    ]
-    titles = ("prompt", "category", "tokens", "acceptance length", "ended", "identical")
-    found = table(titles, rows, words=2)
-    return h("details", h("summary", f"Benchmark prompts ({len(rows)})"), found)
-
-
-def group_tables(results: Mapping[str, Any] | None) -> Element | None:
-    """Acceptance by category, and by source where there are several."""
-    details = (results or {}).get("details") or {}
-    groups = {name: details.get(f"by_{name}") or {} for name in ("category", "source")}
-    if groups["source"].keys() == groups["category"].keys() or len(groups["source"]) == 1:
-        del groups["source"]
-    tables = [_group_table(name, found) for name, found in groups.items() if found]
-    if not tables:
-        return None
-    note = None
-    if later := details.get("later_turns"):
-        text = f"{later} of the prompts are later turns, after the verifier's own answers."
-        note = h("p", text, class_="quiet")
-    return section("Acceptance by category", *tables, note)
-
-
-def duplicate_note(results: Mapping[str, Any] | None) -> Element | None:
-    """Benchmark prompts that share runs of words with the training data, if any."""
-    found = ((results or {}).get("details") or {}).get("near_duplicates") or {}
-    if not found.get("prompts"):
-        return None
-    titles = ("prompt", "as in", "words in common")
-    rows = [[e["prompt"], e["trained"], e["words"]] for e in found["examples"]]
-    note = (
-        f"{found['prompts']} of {found['compared']} prompts share 13 words in a row, or all they"
-        " have, with a prompt of the training data."
-    )
-    return section("Trained on what was asked", h("p", note, class_="bad"), table(titles, rows, 3))
-
-
-def _group_table(name: str, groups: Mapping[str, Mapping[str, Any]]) -> Element:
-    rows = []
-    for group, found in groups.items():
-        length, positions = found["acceptance_length"], found["acceptance_per_position"] or ()
-        rows.append(
-            [
-                group,
-                found["prompts"],
-                "" if length is None else f"{length:.3f}",
-                " ".join(f"{share:.2f}" for share in positions),
-                found["drafts"],
-                f"{found['output_tokens']:,}",
-                found["identical_prompts"],
-            ]
-        )
-    titles = (
-        name, "prompts", "acceptance length", "by position", "drafts", "tokens",
-        "identical prompts",
-    )  # fmt: skip
-    return table(titles, rows, words=1)
-
-
-def section(title: str, *content: Element) -> Element:
+def section(title: str, *content: Element | None) -> Element:
     return h("section", h("h2", title), *content)
 
 
+def folded(title: str, *content: Element | None) -> Element:
+    """A section that opens at a touch: what few look for, out of the way of those who scroll."""
+    return h("details", h("summary", title), *content)
+
+
+def figure(title: str, note: str, *content: Element | None) -> Element:
+    return h("figure", h("figcaption", h("h2", title), h("p", note, class_="quiet")), *content)
+
+
+def quiet(text: str) -> Element:
+    """A sentence beside what it explains."""
+    return h("p", text, class_="quiet")
+
+
 def table(titles: Sequence[str], rows: Sequence[Sequence[Any]], words: int) -> Element:
-    """A table whose first `words` columns are text and the others numbers."""
+    """A table whose first `words` columns are text and the others numbers.
+
+    A cell is an element (Place.figure) or a plain value. Without titles: a list of facts, whose
+    second column takes what room there is.
+    """
 
     def cells(tag: str, values: Sequence[Any]) -> list[Element]:
         return [
-            h(tag, plain(v), class_="word" if i < words else "num") for i, v in enumerate(values)
-        ]
+            h(
+                tag, v if isinstance(v, Element) else plain(v),
+                class_="word" if i < words else "num",
+            )
+            for i, v in enumerate(values)
+        ]  # fmt: skip
 
     head = h("thead", h("tr", *cells("th", titles))) if any(titles) else None
     body = h("tbody", *(h("tr", *cells("td", row)) for row in rows))
