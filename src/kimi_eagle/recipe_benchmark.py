@@ -92,9 +92,9 @@ class BenchmarkSection(Section):
     def _asks_something(self) -> BenchmarkSection:
         if (self.prompts is None) == (not self.sources):
             raise ValueError("expected either prompts or [[benchmark.sources]]")
-        for key, values in (("batch_sizes", self.batch_sizes), ("sweep_k", self.sweep_k)):
-            if len(set(values)) != len(values):
-                raise ValueError(f"{key}: expected each value once, got {list(values)}")
+        for key in ("batch_sizes", "sweep_k", "sampling"):
+            if len(set(values := getattr(self, key))) != len(values):
+                raise ValueError(f"{key}: expected each value once")
         if self.k in self.sweep_k:
             raise ValueError(
                 f"sweep_k: expected others than k = {self.k}, which is measured anyway"

@@ -120,6 +120,7 @@ def test_paths_and_names_of_other_drafts(tmp_path: Path) -> None:
         ({"against": [{"pth": "a"}]}, ["pth", "path"]),
         ({"sweep_k": [1, 3]}, ["sweep_k", "k = 3, which is measured anyway"]),
         ({"batch_sizes": [1, 1]}, ["batch_sizes", "each value once"]),
+        ({"sampling": [{"temperature": 1.0}] * 2}, ["sampling", "each value once"]),
         ({"sampling": [{"temperature": 0.0}]}, ["temperature", "greater than 0"]),
         ({"sampling": [{"temperature": 1.0, "top_p": 2.0}]}, ["top_p", "less than"]),
     ],
