@@ -119,7 +119,7 @@ def _run(data: ReportData) -> list[Element | None]:
         report_run.use_table(data.use),
         report_run.accepted_table(data.accepted),
         report_run.data_tables(data.sources, data.counts, data.vocab),
-        report_run.lock_part(data.lock, data.keys) or _provenance(data),
+        report_run.lock_part(data.lock, data.keys) if data.lock else _provenance(data),
     ]
 
 

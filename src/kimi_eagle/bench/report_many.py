@@ -101,9 +101,9 @@ def _table(sides: Sequence[Side], places: Sequence[Place]) -> Element:
         ["speed-up", *(p.to("details", "speedup").figure(".2f", "×") for p in places)],
         ["tokens/s without", *(p.to("tokens_per_second", "baseline").figure() for p in places)],
         ["tokens/s with", *(p.to("tokens_per_second", "draft").figure() for p in places)],
-        ["identical outputs", *(p.to("identical_outputs").word() or MISSING for p in places)],
+        ["identical outputs", *(p.to("identical_outputs").word(MISSING) for p in places)],
         ["k", *(p.to("k").figure() for p in places)],
-        ["dtype", *(p.to("details", "dtype").word() or MISSING for p in places)],
+        ["dtype", *(p.to("details", "dtype").word(MISSING) for p in places)],
     ]
     rows += _training(sides)
     rows += [

@@ -87,10 +87,10 @@ class Place:
         made.attrib.update(self.marks())
         return made
 
-    def word(self) -> Element | str:
-        """Words or a number as they are, marked."""
+    def word(self, missing: str = "") -> Element | str:
+        """Words, a number or yes and no as they are; `missing` where there is nothing to say."""
         if self.value is None or isinstance(self.value, Mapping | list):
-            return ""
+            return missing
         if isinstance(self.value, bool):
             return h("span", "yes" if self.value else "no", **_attributes(self))
         return h("span", self.text, **_attributes(self))

@@ -1,0 +1,53 @@
+"""`kimi-eagle report` as it is typed, of several runs; tests/test_run.py has that of one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_results import made_results
+
+from kimi_eagle import recipe
+from kimi_eagle.rundir import create_run, follow
+
+Eagle = Callable[..., Any]
+
+
+@pytest.fixture
+def runs(root: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs of one name in two places; nothing has run, one was benchmarked all the same."""
+    found = []
+    for place, results in (("a", made_results()), ("b", None)):
+        run = create_run(tmp_path / place / "tiny")
+        file = root / "tests" / "recipes" / "tiny.toml"
+        follow(run, recipe.load(file), file)
+        if results:
+            run.bench.mkdir()
+            (run.bench / "results.json").write_text(json.dumps(results))
+        found.append(run.path)
+    return found[0], found[1]
+
+
+def test_several_runs_make_one_page(eagle: Eagle, runs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = eagle("report", *runs, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "runs-compared.html"
+    assert done.stdout.strip() == str(page)
+    html = page.read_text()
+    assert "2 runs compared" in html and ">a/tiny<" in html and ">b/tiny<" in html
+    assert f"{made_results()['acceptance_length']:.3f}" in html
+
+
+def test_out_names_the_page(eagle: Eagle, runs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = eagle("report", *runs, "--out", tmp_path / "x.html")
+    assert done.returncode == 0 and (tmp_path / "x.html").is_file()
+    done = eagle("report", *runs, "--out", tmp_path / "absent" / "x.html")
+    assert done.returncode == 2 and "absent/x.html: cannot be written" in done.stderr
+    done = eagle("report", runs[0], "--out", tmp_path / "y.html")
+    assert done.returncode == 2 and "--out is for several runs" in done.stderr
+    done = eagle("report", runs[0], tmp_path)
+    assert done.returncode == 2 and "no run here" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
