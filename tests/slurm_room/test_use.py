@@ -63,7 +63,7 @@ def test_the_report_shows_use_and_accepted_losses(run: RunDir, tmp_path: Path) -
     assert "GPU hours" in page and "12.00" in page and "1 h 30 min" in page
     assert "Accepted losses" in page and "&lt;b&gt;bad&lt;/b&gt; node" in page
     empty = render(ReportData(name="x"), tmp_path)
-    assert "GPU hours" not in empty and "Accepted losses" not in empty
+    assert "CPU hours" not in empty and "Accepted losses" not in empty
 
 
 def test_real_jobs_are_counted_over_all_their_starts(bed: Any, run: RunDir, eagle) -> None:
