@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dict[str, Any]]:
     """One row a stage: state, counts added up over its records, and where the time went.
 
+    bytes: of the files that the records name; freed_bytes: of those that `clean` has deleted since.
     For runs with jobs also gpu_hours, waiting_s and cpu_seconds. warning: what a person should know
     of a stage that is done all the same. states: a survey made already.
     """
@@ -28,8 +29,11 @@ def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dic
     for state in states or survey(ctx):
         records = ctx.ledger(state.name).records(state.units)
         row: dict[str, Any] = {"stage": state.name, "state": state.state, "units": len(records)}
-        for name in ("samples", "tokens", "rejected", "bytes"):
+        for name in ("samples", "tokens", "rejected"):
             row[name] = sum(r.counts.get(name, 0) for r in records)
+        freed = ctx.ledger(state.name).freed()
+        row["bytes"] = file_bytes(records)
+        row["freed_bytes"] = file_bytes([r for r in records if r.attempt_name in freed])
         if records:
             spent = times(records)
             row |= {k: round(v, 2) for k, v in spent.items()}
@@ -45,6 +49,11 @@ def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dic
         row |= {k: jobs[k] for k in ("gpu_hours", "waiting_s", "cpu_seconds") if k in jobs}
         rows.append(row)
     return rows
+
+
+def file_bytes(records: Sequence[Record]) -> int:
+    """Sizes of the files that records name, those freed by `clean --hidden` too."""
+    return sum(entry["bytes"] for r in records for entry in r.data["files"])
 
 
 def job_use(run: RunDir) -> dict[str, dict[str, float]]:
@@ -146,7 +155,7 @@ def _side(run: RunDir, name: str) -> Side:
         lock=lock,
         curves=trained[-1].path("curves.jsonl") if trained else None,
         fields=(flat_recipe(lock) or {}) if lock else {},
-        bytes=sum(r.counts.get("bytes", 0) for found in records.values() for r in found),
+        bytes=sum(map(file_bytes, records.values())),
         seconds=sum(times(found).get("wall", 0.0) for found in records.values() if found),
         gpu_hours=used["all"]["gpu_hours"] if used else None,
     )

@@ -211,6 +211,18 @@ def test_names_cannot_inject_markup(tmp_path: Path) -> None:
     assert "img" not in page.tags and page.words.count(evil) >= 7
 
 
+def test_storage_tells_what_lies_there_and_what_was_freed(tmp_path: Path) -> None:
+    stages = [
+        {"stage": "extract", "bytes": 4_616_000, "freed_bytes": 0, "tokens": 1000},
+        {"stage": "train", "bytes": 1_384_000, "freed_bytes": 0, "tokens": 3000},
+    ]
+    words = Page(render(ReportData("x", stages=stages), tmp_path)).words
+    assert "6 MB in the files" in words and "extract 4.62 MB 76.9% 4,616 train" in words
+    stages[0]["freed_bytes"] = 4_616_000
+    words = Page(render(ReportData("x", stages=stages), tmp_path)).words
+    assert "4,616 4.62 MB train" in words
+
+
 def test_not_claimed_and_not_identical_are_told_apart(tmp_path: Path) -> None:
     words = {
         same: Page(

@@ -125,6 +125,7 @@ def _training(sides: Sequence[Side]) -> list[list[Any]]:
         ["training steps", *(MISSING if n is None else f"{n:,}" for n in steps)],
         ["validation loss", *(_plain(v.get("val_loss")) for v in last)],
         ["accuracy, token 1", *(_plain((v.get("val_accuracy") or [None])[0]) for v in last)],
+        ["estimated acceptance", *(_plain(v.get("estimated_acceptance")) for v in last)],
     ]
 
 

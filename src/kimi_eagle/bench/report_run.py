@@ -9,13 +9,15 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from kimi_eagle.bench.svg import h, number, stacked
-from kimi_eagle.bench.tables import figure, flat, plain, section, table
+from kimi_eagle.bench.tables import figure, flat, plain, quiet, section, table
 
 PHASES = ("work", "load")
 """Phases of a stage with a colour of their own; the rest of its wall time is `other`."""
 IMAGE_LABELS = ("ai.kimi-eagle.", "org.opencontainers.image.")
 """Labels that say what an image holds; Apptainer adds others of its own."""
 
+KEEPING = ("regenerate", "prepare", "extract")
+"""Stages whose files grow with their tokens."""
 STATES = 3
 """Of the code that are shown: a run that was worked on while it ran has many."""
 
@@ -69,11 +71,12 @@ def storage_table(stages: Sequence[Mapping[str, Any]]) -> Element | None:
     total = sum(s["bytes"] for s in sized)
     rows = [
         [s.get("stage", "?"), size(s["bytes"]), f"{s['bytes'] / total:.1%}",
-         number(s["bytes"] / s["tokens"]) if s.get("tokens") else ""]
+         number(s["bytes"] / s["tokens"]) if s.get("tokens") and s["stage"] in KEEPING else "",
+         size(s["freed_bytes"]) if s.get("freed_bytes") else ""]
         for s in sized
     ]  # fmt: skip
-    note = h("p", f"{size(total)} in the files of this recipe's units.", class_="quiet")
-    titles = ("stage", "size", "share", "bytes a token")
+    note = quiet(f"{size(total)} in the files of this recipe's units; checkpoints not counted.")
+    titles = ("stage", "size", "share", "bytes a token", "freed since")
     return section("Storage", note, table(titles, rows, words=1))
 
 
