@@ -29,10 +29,10 @@ class ReportData:
     results: content of results.json. curves: path of curves.jsonl. stages: one dict a stage with
     stage, state, units, samples, tokens, rejected, bytes, freed_bytes, seconds (wall, load, work)
     and warning. sources: name -> rows, or name -> {what: rows}. counts: prepare's totals. vocab:
-    coverage and others. lock: content of run.lock.json. provenance: shown where there is no lock (nested dicts
-    flattened). keys: stage -> key of what is shown. links: text -> path or address relative to the
-    report; None: the run's own files that lie beside it. use: what jobs used by stage
-    (slurm/use.py). accepted: losses that a person accepted (accepted.py).
+    coverage and others. lock: content of run.lock.json. provenance: shown where there is no lock
+    (nested dicts flattened). keys: stage -> key of what is shown. links: text -> path or address
+    relative to the report; None: the run's own files that lie beside it. use: what jobs used by
+    stage (slurm/use.py). accepted: losses that a person accepted (accepted.py).
     """
 
     name: str
