@@ -13,8 +13,11 @@ from kimi_eagle.bench.draftdir import quick_digest
 from kimi_eagle.bench.measure import Case
 from kimi_eagle.bench.plan import as_data, make_loads, open_drafts, told
 from kimi_eagle.bench.workload import make_workload
+from kimi_eagle.display import describe
 from kimi_eagle.errors import UsageError
 from kimi_eagle.lock.reproduce import toml_lines
+from kimi_eagle.stages import benchmark
+from kimi_eagle.survey import StageView
 
 
 def make(folder: Path, config: dict, weights: str = "model.safetensors") -> Path:
@@ -163,3 +166,13 @@ def test_the_command_counts_and_loads_nothing(tmp_path: Path, eagle, root: Path)
     found = json.loads(shown.stdout)
     assert (found["engine_loads"], found["measurements"]) == (2, 4)
     assert not out.exists()
+
+
+def test_status_tells_how_much_there_is_to_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    noted: dict[str, str] = {}
+    lines = ["2 engine loads, 4 measurements of 9 prompts", "  verifier alone: batch 1"]
+    benchmark._tell(SimpleNamespace(note=noted.update), lines)
+    assert capsys.readouterr().err.splitlines() == lines
+    worker = {"phase": "work", "notes": noted, "tokens": 0, "fraction": 0.0}
+    shown = describe(StageView("benchmark", units=1, workers=[worker]))
+    assert shown.endswith("(2 engine loads, 4 measurements)")

@@ -59,7 +59,7 @@ def work(ctx: Context, worker: Worker) -> None:
                 workload=workload,
                 results=(path := attempt.path("results.json")),
                 duplicates=found,
-                on_plan=lambda lines: print("\n".join(lines), file=sys.stderr, flush=True),
+                on_plan=lambda lines: _tell(worker, lines),
                 on_progress=lambda fraction, tokens: worker.progress(fraction, tokens),
             )
             results = files.read_json(path)
@@ -67,6 +67,12 @@ def work(ctx: Context, worker: Worker) -> None:
             info = {k: results[k] for k in shown} | ({"warning": word} if word else {})
             attempt.commit([path], info=info)
     publish(ctx)
+
+
+def _tell(worker: Worker, lines: list[str]) -> None:
+    """What will be loaded and measured: into the log, and its sum into status."""
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    worker.note(plan=lines[0].partition(" of ")[0])
 
 
 def publish(ctx: Context) -> None:
