@@ -211,6 +211,17 @@ def test_names_cannot_inject_markup(tmp_path: Path) -> None:
     assert "img" not in page.tags and page.words.count(evil) >= 7
 
 
+def test_odd_curves_do_not_break_the_page(tmp_path: Path) -> None:
+    """Lines of another program, or of a disk that was full."""
+    whole = {"step": 1, "loss": 2.0, "accuracy": [0.1, 0.2], "val_loss": 2.0, "lr": 0.1,
+             "val_accuracy": [0.3], "estimated_acceptance": 1.5}  # fmt: skip
+    lines = [{**whole, name: odd} for name in whole for odd in (None, "x", [None], {}, True, [[]])]
+    training = [{k: v for k, v in line.items() if k != "val_loss"} for line in lines]
+    (tmp_path / "c").write_text("\n".join(map(json.dumps, [*training, *lines, [3], 7, None])))
+    words = Page(render(ReportData("x", curves=tmp_path / "c"), tmp_path)).words
+    assert "Loss" in words and "Accuracy by draft token" in words and "Learning rate" in words
+
+
 def test_storage_tells_what_lies_there_and_what_was_freed(tmp_path: Path) -> None:
     stages = [
         {"stage": "extract", "bytes": 4_616_000, "freed_bytes": 0, "tokens": 1000},

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from kimi_eagle.bench.report_train import shares
 from kimi_eagle.bench.shown import MISSING, Place
 from kimi_eagle.bench.svg import Bar, Series, columns, h, lines, ranges
 from kimi_eagle.bench.tables import figure, quiet
@@ -135,7 +136,8 @@ def by_position(results: Place, validation: Sequence[Mapping[str, Any]]) -> Elem
     served = [p for p in results.to("acceptance_per_position").each() if p.amount is not None]
     if not served:
         return None
-    trained = next((v["val_accuracy"] for v in reversed(validation) if v.get("val_accuracy")), [])
+    tested = (shares(line, "val_accuracy") for line in reversed(validation))
+    trained = next(filter(None, tested), [])
     markers = [*trained, *[None] * len(served)]
     bars = [
         Bar(

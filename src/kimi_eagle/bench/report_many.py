@@ -17,6 +17,7 @@ from kimi_eagle.bench import curves
 from kimi_eagle.bench.report import page
 from kimi_eagle.bench.report_bench import GAIN, INTERVAL, bar_of, spread
 from kimi_eagle.bench.report_run import duration, size
+from kimi_eagle.bench.report_train import shares
 from kimi_eagle.bench.shown import MISSING, Place
 from kimi_eagle.bench.svg import h, ranges
 from kimi_eagle.bench.tables import figure, plain, quiet, section, table
@@ -120,11 +121,11 @@ def _training(sides: Sequence[Side]) -> list[list[Any]]:
     """Steps, and the last validation, of each run."""
     read = [curves.read(side.curves) for side in sides]
     last = [validation[-1] if validation else {} for _, validation in read]
-    steps = [max((t["step"] for t in training), default=None) for training, _ in read]
+    steps = [training[-1]["step"] if training else None for training, _ in read]
     return [
-        ["training steps", *(MISSING if n is None else f"{n:,}" for n in steps)],
+        ["training steps", *(f"{n:,}" if isinstance(n, int) else MISSING for n in steps)],
         ["validation loss", *(_plain(v.get("val_loss")) for v in last)],
-        ["accuracy, token 1", *(_plain((v.get("val_accuracy") or [None])[0]) for v in last)],
+        ["accuracy, token 1", *(_plain([*shares(v, "val_accuracy"), None][0]) for v in last)],
         ["estimated acceptance", *(_plain(v.get("estimated_acceptance")) for v in last)],
     ]
 

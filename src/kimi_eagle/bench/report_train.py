@@ -37,18 +37,28 @@ def loss(training: Lines, validation: Lines) -> Element | None:
 
 
 def accuracy(training: Lines, validation: Lines) -> Element | None:
+    told = [(t["step"], shares(t, "accuracy")) for t in training if _is_number(t.get("step"))]
     series = []
-    depth = max((len(t.get("accuracy") or ()) for t in training), default=0)
-    for i in range(depth):
-        found = [(t["step"], t["accuracy"][i]) for t in training if len(t["accuracy"]) > i]
-        series.append(Series(f"token {i + 1}", curves.bins(found), f"p{min(i, 3)}"))
-    tested = [(v["step"], v["val_accuracy"][0]) for v in validation if v.get("val_accuracy")]
+    for i in range(max((len(found) for _, found in told), default=0)):
+        points = [(step, found[i]) for step, found in told if len(found) > i]
+        series.append(Series(f"token {i + 1}", curves.bins(points), f"p{min(i, 3)}"))
+    tested = [
+        (v["step"], found[0])
+        for v in validation
+        if _is_number(v.get("step")) and (found := shares(v, "val_accuracy"))
+    ]
     if tested:
         series.append(Series("1, valid.", tested, "s2", dots=True))
     if not series:
         return None
     note = "Share of draft tokens right, with all before them. " + curves.bin_note(training)
     return figure("Accuracy by draft token", note, lines(series, "step", zero=True))
+
+
+def shares(line: Mapping[str, Any], name: str) -> list[float]:
+    """A line's list of numbers by draft token; empty where it is none."""
+    found = line.get(name)
+    return found if isinstance(found, list) and all(map(_is_number, found)) else []
 
 
 def estimate(validation: Lines, results: Place) -> Element | None:
@@ -90,8 +100,9 @@ def missing(training: Lines, validation: Lines) -> list[tuple[str, str]]:
 
 
 def _points(rows: Lines, name: str) -> list[tuple[float, float]]:
-    return [(r["step"], r[name]) for r in rows if _is_number(r.get(name))]
+    """(step, value) of the lines that have both as numbers; a torn or foreign line has not."""
+    return [(r["step"], r[name]) for r in rows if _is_number(r.get("step"), r.get(name))]
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_number(*values: Any) -> bool:
+    return all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
