@@ -80,8 +80,8 @@ class TrainSection(Section):
     checkpoints_per_epoch: int = Field(default=1, ge=1)
     """1: at each epoch's end. More: resume loses less. (A stop takes one of its own.)"""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Checkpoints kept: the last ones, one an epoch, and always the best. Each has the draft and its
-    optimizer in float32: 25 GB for Kimi-K2.5. In no key."""
+    """Checkpoints kept: the last ones, one an epoch, and always the best. Each has the draft and
+    its optimizer in float32: 25 GB for Kimi-K2.5. In no key."""
     hang_seconds: float = Field(default=540.0, gt=0)
     """Training without a sign of progress for so long ends with an error that names the rank, so
     that the job is tried again. The default lies below the 600 s after which NCCL gives up without

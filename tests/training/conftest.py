@@ -7,7 +7,12 @@ hidden_states[-1] is after it), as shards.
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,21 @@ import pytest
 LAYERS = (2, 15, 27, 30)
 DRAFT_VOCAB = 512
 SEQ_LEN = 64
+CHILD = """
+import json, sys
+from pathlib import Path
+from kimi_eagle.recipe import Recipe
+from kimi_eagle.shards import ShardSet
+from kimi_eagle.training.loop import train
+from kimi_eagle.verifier import open_verifier
+job = json.loads(Path(sys.argv[1]).read_text())
+recipe = Recipe.model_validate(job["recipe"], strict=False)
+result = train(recipe, open_verifier(recipe.verifier.path), ShardSet(job["shards"]),
+    Path(job["d2t"]), Path(job["t2d"]), Path(job["workdir"]),
+    should_stop=lambda: False, on_progress=lambda d: print(d["step"], file=sys.stderr, flush=True))
+print("finished", result.steps, file=sys.stderr, flush=True)
+"""
+
 WORDS = "river stone copper engine garden letter winter market signal harbor violin castle".split()
 
 
@@ -187,3 +207,58 @@ def recipe_for(verifier):
         return parse(data, where="test", base=Path("/"))
 
     return make
+
+
+@pytest.fixture
+def in_a_process(corpus, tmp_path):
+    """Train in a process of its own, which says each step on stderr; SIGKILL `wait` seconds after
+    it said `kill_at`, or after it said `kill_after` steps."""
+
+    def call(
+        recipe: Any,
+        workdir: Path,
+        *,
+        kill_at: int | None = None,
+        kill_after: int | None = None,
+        wait: float = 0.02,
+    ) -> subprocess.CompletedProcess[str]:
+        job = {
+            "recipe": recipe.model_dump(mode="json"),
+            "shards": [str(p) for p in corpus.shards],
+            "d2t": str(corpus.d2t),
+            "t2d": str(corpus.t2d),
+            "workdir": str(workdir),
+        }
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path / "job.json")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line)
+            steps = [x for x in said if x.strip().isdecimal()]
+            if steps and (int(steps[-1]) == kill_at or len(steps) == kill_after):
+                time.sleep(wait)
+                process.send_signal(signal.SIGKILL)
+                kill_at = kill_after = None
+        out = process.stdout.read()
+        return subprocess.CompletedProcess([], process.wait(), out, "".join(said))
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def same_weights():
+    """Whether two checkpoints have the same weights, bit for bit."""
+    import torch
+    from safetensors.torch import load_file
+
+    def call(one: Path, other: Path) -> bool:
+        a, b = (load_file(p / "model.safetensors") for p in (one, other))
+        return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+    return call

@@ -133,3 +133,59 @@ def test_a_link_to_a_lost_checkpoint_is_mended(make, tmp_path):
     (tmp_path / "checkpoint_best").symlink_to("3")
     checkpoints.tidy(tmp_path)
     assert (tmp_path / "checkpoint_best").readlink().name == "0"
+
+
+def test_the_last_ones_and_the_best_stay(make, tmp_path):
+    from kimi_eagle.training import checkpoints
+
+    for epoch, loss in enumerate([3.0, 1.0, 2.0, 2.5, None]):
+        make(tmp_path / str(epoch), epoch=epoch, loss=loss)
+    assert checkpoints.prune(tmp_path, 9) == []
+    assert checkpoints.prune(tmp_path, 2) == [0, 2]
+    assert checkpoints.epochs(tmp_path) == [1, 3, 4]
+    assert checkpoints.prune(tmp_path, 1) == [3]
+    assert checkpoints.state(tmp_path)["epoch"] == 4
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "4"]
+
+
+def test_killed_while_deleting_an_old_one(make, tmp_path):
+    from kimi_eagle.training import checkpoints
+
+    make(tmp_path / "1", epoch=1, loss=1.0)
+    (make(tmp_path / "old-0") / "model.safetensors").unlink()
+    assert checkpoints.tidy(tmp_path) == []
+    assert checkpoints.epochs(tmp_path) == [1] and not (tmp_path / "old-0").exists()
+
+
+def test_a_torn_random_state_is_a_torn_checkpoint(make, tmp_path):
+    from kimi_eagle.training import checkpoints, states
+
+    folder = make(tmp_path / "0")
+    states.save_random(folder, 0)
+    assert checkpoints.fault(folder) is None
+    path = folder / "random-0.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    assert checkpoints.fault(folder) is not None
+
+
+def test_random_state_of_python_numpy_and_torch(tmp_path):
+    import random
+
+    import numpy as np
+    import torch
+
+    from kimi_eagle.training import states
+
+    def draw() -> tuple[float, float, float]:
+        # An odd number of normal ones: both generators keep a second one for later.
+        return random.gauss(), np.random.normal(), torch.randn(()).item()  # noqa: NPY002
+
+    draw()
+    states.save_random(tmp_path, 3)
+    first = draw()
+    with states.random_state_kept():
+        draw()
+    second = draw()
+    states.load_random(tmp_path, 3)
+    assert (draw(), draw()) == (first, second)
+    states.load_random(tmp_path, 4)  # another rank: nothing there, nothing changed

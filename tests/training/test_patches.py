@@ -35,6 +35,26 @@ def test_checkpoint_device(patches):
     assert checkpointer.get_current_device() == "cpu"
 
 
+def test_process_group_of_ranks_on_cpus(patches, monkeypatch):
+    from speculators.train import distributed
+
+    for name, value in {"LOCAL_RANK": 0, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    with pytest.raises((RuntimeError, ValueError), match="accelerator"):
+        distributed.maybe_setup_distributed()
+    monkeypatch.setattr(distributed, "_is_distributed", False)
+    patches.apply("cpu")
+    distributed.maybe_setup_distributed()
+    try:
+        assert torch.distributed.get_backend() == "gloo"
+        assert distributed.is_distributed() and distributed.get_dp_size() == 1
+    finally:
+        distributed.maybe_destroy_distributed()
+    assert not distributed.is_distributed()
+
+
 def test_progress_bar(patches, capfd):
     from speculators.train import trainer
 

@@ -7,9 +7,10 @@ undoes what a killed process left, before a Trainer looks. The price: the disk h
 checkpoint more while one is replaced.
 
 Layout of the folder: `<epoch>/` with model.safetensors, config.json, optimizer_state_dict.pt,
-scheduler_state_dict.pt, training_state.json and, after validation, val_metrics.json; the link
-`checkpoint_best`. States are float32, so that resuming loses nothing; frozen copies of the
-verifier's embedding are left out (speculators loads them from the verifier).
+scheduler_state_dict.pt, random-RANK.pt, training_state.json and, after validation,
+val_metrics.json; the link `checkpoint_best`. States are float32, so that resuming loses nothing;
+frozen copies of the verifier's embedding are left out (speculators loads them from the verifier).
+The last `keep` checkpoints stay, and the best.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def fault(folder: Path, *, scheduler: bool = True) -> str | None:
                 return "model.safetensors is empty"
         for name in ("optimizer_state_dict.pt", "scheduler_state_dict.pt")[: 1 + scheduler]:
             torch.load(folder / name, weights_only=True, map_location="cpu", mmap=True)
+        for path in folder.glob("random-*.pt"):
+            torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         json.loads((folder / "config.json").read_bytes())
         state = json.loads((folder / STATE).read_bytes())
         if not {"epoch", "local_step", "global_step"} <= state.keys():
@@ -106,6 +109,26 @@ def epochs(root: Path) -> list[int]:
         return []
     names = [p.name for p in root.iterdir() if p.is_dir() and not p.is_symlink()]
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def prune(root: Path, keep: int) -> list[int]:
+    """Delete all checkpoints but the last `keep` and the best; the numbers of those deleted."""
+    have = epochs(root)
+    chosen = best(root)
+    gone = [e for e in have[:-keep] if chosen is None or chosen.name != str(e)]
+    for epoch in gone:
+        # First renamed: what a killed process leaves of it is no torn checkpoint, `tidy` knows it.
+        old = root / f"{OLD}{epoch}"
+        (root / str(epoch)).rename(old)
+        shutil.rmtree(old)
+    return gone
+
+
+def state(root: Path) -> dict[str, Any]:
+    """training_state.json of the newest checkpoint, from which a run goes on; {} without one."""
+    have = epochs(root)
+    found = files.read_json(root / str(have[-1]) / STATE) if have else None
+    return found if isinstance(found, dict) else {}
 
 
 def validated(root: Path, epoch: int) -> bool:

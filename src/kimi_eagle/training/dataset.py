@@ -13,9 +13,10 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from speculators.train.recovery import SampleUnavailable
 from torch.utils.data import DataLoader, Sampler, get_worker_info
 
 from kimi_eagle.errors import RunError
-from kimi_eagle.shards.sampling import Batches, Sampling
+from kimi_eagle.shards.sampling import Sampling
 from kimi_eagle.shards.store import ShardSet
 from kimi_eagle.training.damage import DamageLog
 from kimi_eagle.training.tensors import bfloat16_view
@@ -106,35 +107,39 @@ class ShardDataset(BaseDataset):
 
 
 class ShardBatchSampler(Sampler[np.ndarray]):
-    """A rank's batches, epoch by epoch, with the two names by which Trainer skips steps on resume
-    without reading them (0.9.0, train/trainer.py, _prepare_resume_skip)."""
+    """A rank's batches, epoch by epoch: `accumulate` for each step, one after the other.
 
-    def __init__(self, sampling: Sampling, rank: int = 0):
-        self.sampling, self.rank, self.epoch = sampling, rank, 0
-        self._cached_generated_batches: tuple[int, Batches | list] = (-1, [])
+    sampling: of ranks x accumulate bins. A rank takes its bins side by side, so that N ranks with
+    one batch a step and one rank with N take the same samples in each step.
+    """
 
-    def set_epoch(self, epoch: int) -> None:
-        """The epoch that is iterated next."""
-        self.epoch = epoch
+    def __init__(self, sampling: Sampling, rank: int = 0, accumulate: int = 1):
+        self.sampling, self.accumulate = sampling, accumulate
+        self.lanes = range(rank * accumulate, (rank + 1) * accumulate)
+        self.epoch, self.first_step = 0, 0
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        """The epoch that is iterated next, and its step to begin with: no earlier one is read."""
+        self.epoch, self.first_step = epoch, first_step
 
     def __len__(self) -> int:
-        return len(self._generate_batches(self.epoch))
+        """Batches of the whole epoch."""
+        return self.sampling.steps(self.epoch) * self.accumulate
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return iter(self._generate_batches(self.epoch))
-
-    def _generate_batches(self, epoch: int) -> Batches | list:
-        if self._cached_generated_batches[0] != epoch:
-            self._cached_generated_batches = (epoch, self.sampling.batches(epoch, self.rank))
-        return self._cached_generated_batches[1]
+        rest = [self.sampling.batches(self.epoch, lane)[self.first_step :] for lane in self.lanes]
+        return chain.from_iterable(zip(*rest, strict=True))
 
 
 class ShardLoader(DataLoader):
     """speculators' loader (0.9.0, train/dataloader.py) over a ShardDataset.
 
     workers: processes that read; 0: threads of this process do, BATCHES_AHEAD batches ahead.
-    Order and content of the batches do not depend on it.
+    Order and content of the batches do not depend on it, nor does torch's global random state.
     """
+
+    on_batch: Callable[[], None] | None = None
+    """Called each time before a batch is waited for."""
 
     def __init__(
         self,
@@ -153,6 +158,9 @@ class ShardLoader(DataLoader):
             num_workers=workers,
             prefetch_factor=PREFETCH_FACTOR if workers else None,
             pin_memory=pin_memory,
+            # torch draws the workers' seeds from it: a resumed epoch draws again, which must not
+            # move the numbers that training draws.
+            generator=torch.Generator(),
             collate_fn=CollateFn(
                 dataset.max_len,
                 hidden_size,
@@ -166,10 +174,20 @@ class ShardLoader(DataLoader):
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        # torch draws a seed from the global generator here: in the caller's thread, as ever.
         with _one_thread_each():
             batches = super().__iter__()
-        return batches if self.num_workers else _ahead(batches, BATCHES_AHEAD, self.pin_memory)
+        made = batches if self.num_workers else _ahead(batches, BATCHES_AHEAD, self.pin_memory)
+        return made if self.on_batch is None else _told(made, self.on_batch)
+
+
+def _told(batches: Iterator[Any], before: Callable[[], None]) -> Iterator[Any]:
+    while True:
+        before()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        yield batch
 
 
 def _ahead(batches: Iterator[Any], depth: int, pinned: bool) -> Iterator[Any]:

@@ -1,18 +1,20 @@
 """Start training: in this process for one rank, under torchrun for one rank a GPU.
 
 The stage's process keeps the claim, the heartbeat and the stop file; torchrun's ranks only train.
-They get a JSON spec, rank 0 writes progress.json and result.json into the working folder, and all
-ranks take the stop from rank 0, so that none leaves the others waiting in a collective. The
-alternative, torchrun around the whole stage, would put eight workers on one unit.
+They get a JSON spec, rank 0 writes progress.json and result.json into the working folder, and a
+stop that one rank sees all obey after the same step, so that none leaves the others waiting in a
+collective. The alternative, torchrun around the whole stage, would put eight workers on one unit.
+Meanwhile `watchdog.py` looks whether the ranks go on.
 
-On a CPU one rank is used; torchrun was run here with one rank only, several GPUs were not. Where
-the job has several nodes, `nodes.py` brings their torchruns together.
+On CPUs there are `train.ranks` of them (gloo); 2 and 4 were run, several GPUs were not. Where the
+job has several nodes, `nodes.py` brings their torchruns together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -26,24 +28,29 @@ from kimi_eagle.errors import RunError
 from kimi_eagle.recipe import Recipe, parse
 from kimi_eagle.rundir import StageDir
 from kimi_eagle.shards.store import ShardSet
-from kimi_eagle.training import nodes
+from kimi_eagle.training import nodes, watchdog
 
 if TYPE_CHECKING:
     from kimi_eagle.training.loop import TrainResult
 
+logger = logging.getLogger(__name__)
+
 MODULE = "kimi_eagle.training.launch"
 POLL_SECONDS = 0.5
+LEAVE_SECONDS = 60.0
+"""torchrun itself kills ranks that do not leave at SIGTERM after 30 s; it must live so long."""
+
 STOP_SECONDS = 600.0
 """Ranks that have not left this long after a stop was asked for are killed."""
 
 
 def ranks_here(recipe: Recipe) -> int:
-    """Ranks to start on each node: one a visible GPU, 1 on a CPU."""
+    """Ranks to start on each node: one a visible GPU; `train.ranks` where there is none to use."""
     if recipe.train.device == "cpu":
-        return 1
+        return recipe.train.ranks
     import torch
 
-    return max(1, torch.cuda.device_count())
+    return torch.cuda.device_count() or recipe.train.ranks
 
 
 def run(
@@ -61,7 +68,7 @@ def run(
     """`loop.train` with as many ranks as there are GPUs; see there for the arguments.
 
     ranks: for tests; a number given starts torchrun even for one. Raises RunError with the last
-    line of the ranks' log when they fail.
+    line of the ranks' log when they fail, and with the rank's name when one hangs.
     """
     from kimi_eagle.training import loop
 
@@ -88,7 +95,8 @@ def run(
         "t2d": str(t2d),
     }
     files.write_atomic(spec, files.to_json(data))
-    _torchrun(workdir, ranks, should_stop, on_progress, stop)
+    watch = watchdog.Watch(ranks * nodes.count(), recipe.train.hang_seconds)
+    _torchrun(workdir, ranks, watch, should_stop, on_progress, stop)
     found = files.read_json(result)
     if found is None:
         raise RunError("the ranks ended without a result", where=workdir / "ranks.log")
@@ -99,6 +107,7 @@ def run(
 def _torchrun(
     workdir: Path,
     ranks: int,
+    watch: watchdog.Watch,
     should_stop: Callable[[], bool],
     on_progress: Callable[[dict[str, Any]], None],
     stop: Path,
@@ -108,11 +117,15 @@ def _torchrun(
     meeting = nodes.lead(stage, ranks, MODULE, workdir)
     command = nodes.torchrun(ranks, meeting, MODULE, workdir)
     log = workdir / "ranks.log"
+    watchdog.clear(workdir / watchdog.FOLDER)
     asked: float | None = None
     with open(log, "ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=_environment(ranks)
+        )
         try:
             while process.poll() is None:
+                _look(watch, workdir, log)
                 if step := files.read_json(workdir / "progress.json"):
                     on_progress(step)
                 if asked is None and should_stop():
@@ -126,12 +139,27 @@ def _torchrun(
             if process.poll() is None:
                 process.terminate()
                 try:
-                    process.wait(30)
+                    process.wait(LEAVE_SECONDS)
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
     if process.returncode:
         raise RunError(f"training failed: {_last_line(log)}", where=log)
+
+
+def _look(watch: watchdog.Watch, workdir: Path, log: Path) -> None:
+    """Tell of ranks that lag; RunError for one that hangs."""
+    beats = watchdog.read(workdir / watchdog.FOLDER)
+    for word in watch.lagging(beats):
+        logger.warning("%s", word)
+    if word := watch.look(beats, POLL_SECONDS):
+        raise RunError(word, where=log, fix="the same command goes on from the last checkpoint")
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """The cores of this node shared among its ranks; torchrun would give each one thread."""
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
 
 def _last_line(log: Path) -> str:
@@ -156,7 +184,7 @@ def _rank(workdir: Path) -> None:
         Path(data["d2t"]),
         Path(data["t2d"]),
         workdir,
-        should_stop=lambda: _agreed((workdir / "stop-ranks").exists()),
+        should_stop=(workdir / "stop-ranks").exists,
         on_progress=lambda step: files.write_atomic(
             workdir / "progress.json", files.to_json(step), sync=False
         ),
@@ -165,17 +193,6 @@ def _rank(workdir: Path) -> None:
     if os.environ.get("RANK", "0") == "0":
         text = json.dumps(dataclasses.asdict(result), default=str)
         files.write_atomic(workdir / "result.json", text)
-
-
-def _agreed(asked: bool) -> bool:
-    """Rank 0's answer, on every rank, after the same step."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return asked
-    answer = [asked]
-    dist.broadcast_object_list(answer, src=0)
-    return answer[0]
 
 
 if __name__ == "__main__":

@@ -6,15 +6,14 @@ Training starts from the shards' indexes; a sample is read when it is its turn. 
 parts instead of `speculators.train.cli.main`, because that one parses a command line, installs
 signal handlers whose checkpoint is never resumed from, and has no way to stop between steps.
 
-CPU: dense attention, losses written out, gloo between ranks. GPU: flex attention, fused losses, NCCL;
-that path follows speculators' own and was not run here. Several ranks are those of torchrun
+CPU: dense attention, losses written out, gloo between ranks. GPU: flex attention, fused losses,
+NCCL; that path follows speculators' own and was not run here. Several ranks are those of torchrun
 (LOCAL_RANK), with DDP or FSDP as `train.parallel` says.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 import warnings
@@ -44,7 +43,7 @@ from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.shards.sampling import Sampling
 from kimi_eagle.shards.store import ShardSet
-from kimi_eagle.training import attention, checkpoints, curves, damage, patches, start
+from kimi_eagle.training import attention, checkpoints, curves, damage, patches, start, watchdog
 from kimi_eagle.training.dataset import ShardBatchSampler, ShardDataset, ShardLoader
 from kimi_eagle.training.draft_config import speculator_config
 from kimi_eagle.training.estimate import Estimator
@@ -97,7 +96,7 @@ def train(
     verifier: an open Verifier. store: the samples in training order; the last `validation_share`
     of them validate. d2t, t2d: .npy, int64 [D] offsets and bool [V].
     should_stop is asked after each step; on_progress gets step, steps, epoch, tokens, total_tokens,
-    tokens_per_s, loss, accuracy. Raises RunError when the loss is not finite or, with
+    tokens_per_s, loss, accuracy. Raises RunError when a loss or gradient is not finite or, with
     train.on_damage stop, a sample is damaged; UsageError where the recipe cannot be.
     """
     section = recipe.train
@@ -117,11 +116,13 @@ def train(
         if get_world_size() > 1:
             torch.distributed.barrier()
         model = build_model(recipe, verifier, d2t, t2d, device=device)
-        loaders = _loaders(recipe, model, store, workdir / damage.NAME, device)
+        loaders = _loaders(recipe, model, store, workdir, device)
         schedule = plan_steps(loaders[0], section.epochs, section.max_steps)
         estimator = Estimator(recipe, verifier, model.d2t, device)
-        return _run(recipe, device, model, loaders, schedule, workdir, started,
-                    estimator, should_stop, on_progress)  # fmt: skip
+        own_watch = watchdog.OwnWatch(section.hang_seconds) if get_world_size() == 1 else None
+        with watchdog.Pulse(workdir / watchdog.FOLDER, get_rank(), own_watch) as pulse:
+            return _run(recipe, device, model, loaders, schedule, workdir, started,
+                        estimator, pulse, should_stop, on_progress)  # fmt: skip
     finally:
         curves.stop()
         maybe_destroy_distributed()
@@ -205,6 +206,7 @@ def trainer_config(recipe: Recipe, device: str, steps: int, checkpoint_dir: Path
         checkpoint_freq=1 / section.checkpoints_per_epoch,
         hidden_states_dtype=getattr(torch, section.dtype),
         log_freq=GPU_LOG_EVERY if device == "cuda" else 1,
+        fsdp_shard=section.parallel == "fsdp",
         max_steps=section.max_steps,
     )
 
@@ -218,6 +220,7 @@ def _run(
     workdir: Path,
     started: float,
     estimator: Estimator,
+    pulse: watchdog.Pulse,
     should_stop: Callable[[], bool],
     on_progress: Callable[[dict[str, Any]], None],
 ) -> TrainResult:
@@ -225,20 +228,17 @@ def _run(
     seen = np.concatenate([[0], np.cumsum(schedule.tokens)])
     log: curves.CurvesHandler | None = None
 
+    def steps_in_all() -> int:
+        return trainer.global_step + schedule.steps - trainer.position
+
     def after_step(step: int) -> bool:
         last = log.last if log else None
-        if last and not math.isfinite(last["loss"]):
-            raise RunError(
-                f"the loss is {last['loss']} at step {last['step']}",
-                expected="a finite number",
-                fix="a lower train.lr, or float32",
-            )
         if last and get_rank() == 0:
             on_progress(
                 {
                     "step": step,
-                    "steps": schedule.steps,
-                    "tokens": int(seen[min(step, schedule.steps)]),
+                    "steps": steps_in_all(),
+                    "tokens": int(seen[trainer.position]),
                     "total_tokens": total,
                     **{k: last[k] for k in ("epoch", "tokens_per_s", "loss", "accuracy")},
                 }
@@ -257,43 +257,46 @@ def _run(
         device=device,
         after_step=after_step,
         on_validated=on_validated,
+        doing=pulse.goes_on,
+        worked=pulse.worked,
+        keep=recipe.train.keep_checkpoints,
     )
     curve_path = workdir / "curves.jsonl"
     if get_rank() == 0:
         left = trainer.checkpointer.prev_path
         log = curves.start(curve_path, workdir / "tensorboard", trainer.global_step, left)
     interrupted = trainer.run()
-    steps = trainer.global_step
     return TrainResult(
         checkpoint=checkpoints.best(workdir / "checkpoints"),
         curves=curve_path,
-        steps=steps,
-        total_steps=schedule.steps,
-        tokens=int(seen[min(steps, schedule.steps)]),
+        steps=trainer.global_step,
+        total_steps=steps_in_all(),
+        tokens=int(seen[trainer.position]),
         seconds=time.monotonic() - started,
         interrupted=interrupted,
     )
 
 
 def _loaders(
-    recipe: Recipe, model: Eagle3DraftModel, store: ShardSet, damaged: Path, device: str
+    recipe: Recipe, model: Eagle3DraftModel, store: ShardSet, workdir: Path, device: str
 ) -> tuple[ShardLoader, ShardLoader]:
     """Loaders of the training and of the validation samples."""
     section, ranks = recipe.train, get_dp_size()
+    accumulate = _accumulate(section.accumulate, ranks, workdir / "checkpoints")
     split = int(len(store) * (1 - section.validation_share))
-    if min(split, len(store) - split) < ranks:
+    if split < ranks * accumulate or len(store) - split < ranks:
         raise RunError(
             f"{split} samples to train on and {len(store) - split} to validate with",
-            expected=f"at least {ranks} of each" if ranks > 1 else "at least 1 of each",
+            expected=f"at least {ranks * accumulate} and {ranks} (one for each batch of a step)",
         )
 
     log = damage.DamageLog(
-        damaged,
+        workdir / damage.NAME,
         skip=section.on_damage == "skip",
         allowed=max(1, int(len(store) * section.max_damaged_share)),
     )
 
-    def loader(samples: range, seed: int) -> ShardLoader:
+    def loader(samples: range, seed: int, accumulate: int) -> ShardLoader:
         data = ShardDataset(
             store,
             samples,
@@ -304,14 +307,14 @@ def _loaders(
         sampling = Sampling(
             data.approx_lengths,
             section.seq_len,
-            ranks=ranks,
+            ranks=ranks * accumulate,
             seed=seed,
             shard_of=data.shard_of,
             window=section.shuffle_shards,
         )
         return ShardLoader(
             data,
-            ShardBatchSampler(sampling, get_dp_rank()),
+            ShardBatchSampler(sampling, get_dp_rank(), accumulate),
             hidden_size=model.hidden_size,
             target_layers=len(model.target_layer_ids),
             workers=section.data_workers,
@@ -319,7 +322,18 @@ def _loaders(
         )
 
     # Validation in one order for any seed, as speculators has it.
-    return loader(range(split), recipe.seed), loader(range(split, len(store)), 0)
+    validation = loader(range(split, len(store)), 0, 1)
+    return loader(range(split), recipe.seed, accumulate), validation
+
+
+def _accumulate(asked: int, ranks: int, root: Path) -> int:
+    """Batches of a rank in a step: as asked for, unless a run that other ranks began can go on with
+    the same steps."""
+    lanes = checkpoints.state(root).get("lanes")
+    if not isinstance(lanes, int) or lanes % ranks or lanes == ranks * asked:
+        return asked
+    logger.warning("%d ranks go on with steps of %d batches, as they were begun", ranks, lanes)
+    return lanes // ranks
 
 
 def _device(wanted: str) -> str:

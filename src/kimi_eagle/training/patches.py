@@ -8,6 +8,7 @@ module attributes are replaced, and only where no public parameter or overridden
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import speculators.train.checkpointer
 import speculators.train.trainer
 import torch
+import torch.distributed as dist
+from speculators.train import distributed
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,16 @@ def _cpu(*_args: Any, **_kwargs: Any) -> str:
 
 def _plain_loop(iterable: Iterable[Any], **_kwargs: Any) -> Iterable[Any]:
     return iterable
+
+
+def _over_gloo(sp_size: int = 1) -> None:
+    """`maybe_setup_distributed` for ranks without accelerators; sp_size as there."""
+    if "LOCAL_RANK" not in os.environ:
+        return
+    dist.init_process_group("gloo")
+    distributed._local_rank, distributed._is_distributed = int(os.environ["LOCAL_RANK"]), True
+    distributed._rank, distributed._world_size = dist.get_rank(), dist.get_world_size()
+    distributed._init_sp_process_groups(distributed._rank, distributed._world_size, sp_size)
 
 
 QUIET_PATCHES = (
@@ -71,6 +84,15 @@ CPU_PATCHES = (
         owner=speculators.train.checkpointer,
         name="get_current_device",
         replacement=_cpu,
+    ),
+    Patch(
+        library="speculators 0.9.0",
+        place="train/distributed.py, maybe_setup_distributed",
+        reason="it sets the index of an accelerator and takes the backend that belongs to it, "
+        "so that ranks of torchrun on CPUs end with 'No accelerator found' or before",
+        owner=distributed,
+        name="maybe_setup_distributed",
+        replacement=_over_gloo,
     ),
 )
 

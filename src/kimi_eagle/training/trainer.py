@@ -1,12 +1,14 @@
-"""speculators' Trainer with whole checkpoints, a stop between steps and a CPU.
+"""speculators' Trainer with whole checkpoints, a stop between steps, any ranks and a CPU.
 
-Overrides methods of the public class only; the epoch loop, the step, the optimizers and the
-schedule are speculators' own (0.9.0, train/trainer.py). Differences in behaviour: `max_steps`
-ends the run, not each epoch; a stop saves a checkpoint from which the same run goes on (the
-original's `interrupted/` is never taken up again); every epoch keeps its validation metrics. A
-position within an epoch counts samples, too: with another number of ranks a step takes others, and
-going on there reads no sample of the epoch twice and leaves out less than a step's (the schedule
-goes on by steps done).
+Overrides methods of the public class only; optimizers, schedule and validation are speculators' own
+(0.9.0, train/trainer.py), the step is in `steps.py`. Differences in behaviour: `max_steps` ends
+the run, not each epoch; a stop saves a checkpoint from which the same run goes on (the original's
+`interrupted/` is never taken up again); every epoch keeps its validation metrics.
+
+Other ranks may go on with a run. Where ranks x accumulate is as before, its steps are the same.
+Else a step takes other samples: the position within the epoch counts samples, no sample of the
+epoch is read twice and less than a step's are left out; steps are counted on, and the learning rate
+goes on from where it was, to end with the run.
 """
 
 from __future__ import annotations
@@ -19,24 +21,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from speculators.train.trainer import Trainer
 
 from kimi_eagle import files
 from kimi_eagle.errors import RunError
 from kimi_eagle.shards.sampling import Sampling
-from kimi_eagle.training import checkpoints
+from kimi_eagle.training import checkpoints, states
+from kimi_eagle.training.steps import StepTrainer
 
 
 class _StopTraining(Exception):
     """Leaves `train_epoch` from its step callback."""
 
 
-class ShardTrainer(Trainer):
+class ShardTrainer(StepTrainer):
     """Trainer whose `run` answers whether it was interrupted.
 
     The loaders are ShardLoaders. device: "cpu" or "cuda". after_step: called after each optimizer
-    step with the number of steps done; True asks for a stop. on_validated: called on all ranks with
-    an epoch and its metrics, to add to them. Further arguments: speculators' own.
+    step with the number of steps done; True on any rank asks for a stop. on_validated: called on
+    all ranks with an epoch and its metrics, to add to them. doing: told what this rank does next,
+    with the steps done; worked: see StepTrainer. keep: checkpoints kept besides the best. Further
+    arguments: speculators' own.
     """
 
     def __init__(
@@ -45,16 +49,24 @@ class ShardTrainer(Trainer):
         device: str,
         after_step: Callable[[int], bool],
         on_validated: Callable[[int, dict[str, Any]], None] | None = None,
+        doing: Callable[[str, int], None] = lambda _doing, _step: None,
+        worked: Callable[[float], None] = lambda _seconds: None,
+        keep: int = 1,
         **kwargs: Any,
     ):
-        self._device = device
+        self._device, self._keep = device, keep
+        self._doing, self.worked = doing, worked
         self._callback = after_step
         self._on_validated = on_validated
         self._local_step = 0
         super().__init__(*args, **kwargs)
 
+    def doing(self, what: str) -> None:
+        """Tell what this rank does next."""
+        self._doing(what, self.global_step)
+
     def setup_trainer(self) -> None:
-        """As the original, on the device asked for.
+        """As the original, on the device asked for and with our checkpoints.
 
         The original moves batches to the integer rank 0 and takes 'cuda' for autocast where
         torch sees no accelerator.
@@ -62,22 +74,49 @@ class ShardTrainer(Trainer):
         if self._device == "cpu":
             self.local_rank = torch.device("cpu")
             self.device_type = "cpu"
+        self.checkpointer = states.WholeCheckpointer(self.config.save_path)
         super().setup_trainer()
-        samples = self._load_training_state().get("samples")
-        if self._resume_local_step and samples is not None:
-            self._resume_local_step = self._sampling.step_at(self.current_epoch, samples)
+        saved = self._load_training_state()
+        lanes = saved.get("lanes")
+        self._moved = lanes is not None and lanes != self._sampling.ranks
+        if self._resume_local_step and "samples" in saved:
+            self._resume_local_step = self._sampling.step_at(self.current_epoch, saved["samples"])
+        self._local_step = self._resume_local_step
+
+    def setup_optimizer(self) -> None:
+        """As the original; where the steps are others than before, the learning rate takes the
+        place in the schedule that the samples read so far have in the run."""
+        super().setup_optimizer()
+        if not self._moved:
+            return
+        for scheduler in self.schedulers:
+            scheduler.last_epoch = self.position
+            rates = [f(self.position) for f in scheduler.lr_lambdas]
+            rates = [base * r for base, r in zip(scheduler.base_lrs, rates, strict=True)]
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            scheduler._last_lr = rates
+
+    @property
+    def position(self) -> int:
+        """Steps of the run as planned for these ranks that lie behind: the steps done, unless
+        other ranks did some of them."""
+        if self.config.max_steps is not None:
+            return self.global_step
+        return sum(map(self._sampling.steps, range(self.current_epoch))) + self._local_step
 
     def run(self) -> bool:
         """Train to the last epoch or `max_steps`; True when a stop was asked for before."""
         root = self.checkpointer.path
+        if self.checkpointer.prev_path is not None:
+            states.load_random(self.checkpointer.prev_path, self.rank)
         done = self.checkpointer.previous_epoch
         if done >= 0 and checkpoints.ended(root, done) and not checkpoints.validated(root, done):
             self._validate(done)
         for epoch in range(self.current_epoch, self.config.num_epochs):
             if self._reached_max_steps():
                 break
-            resumed = epoch == self.current_epoch
-            self._local_step = self._resume_local_step if resumed else 0
+            self.current_epoch, self._local_step = epoch, self._resume_local_step
             try:
                 self.train_epoch(epoch, step_callback=self._after_step)
             except _StopTraining:
@@ -89,6 +128,8 @@ class ShardTrainer(Trainer):
 
     def maybe_save_checkpoint(self, epoch: int | str, local_step: int = 0) -> None:
         """Write checkpoint `epoch` in full precision, whole or not at all."""
+        self.check_finite(int(epoch))
+        self.doing("checkpoint")
         root = self.checkpointer.path
         staged = f"{checkpoints.SAVING}{epoch}"
         if self.rank == 0:
@@ -96,11 +137,15 @@ class ShardTrainer(Trainer):
         self.checkpointer.save_checkpoint(self.model, self.optimizers, staged, torch.float32)
         if self.schedulers:
             self.checkpointer.save_scheduler_state_dict(self.schedulers, staged)
+        states.save_random(root / staged, self.rank)
+        self._barrier()
         if self.rank == 0:
             state = {"epoch": epoch, "local_step": local_step, "global_step": self.global_step}
             state["samples"] = self._sampling.first_sample(epoch, local_step)
+            state["lanes"] = self._sampling.ranks
             (root / staged / checkpoints.STATE).write_text(json.dumps(state))
             checkpoints.commit(root, int(epoch))
+            checkpoints.prune(root, self._keep)
         self._barrier()
 
     @property
@@ -109,6 +154,7 @@ class ShardTrainer(Trainer):
 
     def _after_step(self) -> None:
         self._local_step += 1
+        self.doing("after the step")
         stop = self._callback(self.global_step)
         if self.is_distributed:
             flag = torch.tensor(float(stop), device=self.local_rank)
@@ -123,16 +169,19 @@ class ShardTrainer(Trainer):
 
     def _validate(self, epoch: int) -> None:
         self._barrier()
-        metrics = self.val_epoch(epoch) or {}
-        loss = metrics.get("loss_epoch")
-        if loss is None or not math.isfinite(loss):
-            raise RunError(f"validation loss of epoch {epoch} is {loss}", expected="a number")
-        if self._on_validated:
-            self._on_validated(epoch, metrics)
+        self.val_loader.on_batch = lambda: self.doing("validation")
+        with states.random_state_kept():
+            metrics = self.val_epoch(epoch) or {}
+            loss = metrics.get("loss_epoch")
+            if loss is None or not math.isfinite(loss):
+                raise RunError(f"validation loss of epoch {epoch} is {loss}", expected="a number")
+            if self._on_validated:
+                self._on_validated(epoch, metrics)
         if self.rank == 0:
             path = self.checkpointer.val_metrics_path(epoch)
             files.write_atomic(path, json.dumps(metrics))
             checkpoints.link_best(self.checkpointer.path)
+            checkpoints.prune(self.checkpointer.path, self._keep)
         self._barrier()
 
     def _barrier(self) -> None:
