@@ -10,8 +10,9 @@ from xml.etree.ElementTree import fromstring
 
 from made_results import made_results
 
-from kimi_eagle.bench import curves
+from kimi_eagle.bench import curves, report_many
 from kimi_eagle.bench.report import ReportData, render, write_report
+from kimi_eagle.bench.shown import Place
 
 # As format bench/2 was: older results show what they have.
 RESULTS = {
@@ -232,6 +233,18 @@ def test_storage_tells_what_lies_there_and_what_was_freed(tmp_path: Path) -> Non
     stages[0]["freed_bytes"] = 4_616_000
     words = Page(render(ReportData("x", stages=stages), tmp_path)).words
     assert "4,616 4.62 MB train" in words
+
+
+def test_runs_that_were_not_measured_alike_are_told() -> None:
+    whole = made_results()
+    for changes, told in (
+        ({}, []),
+        ({"workload": "other"}, ["other prompts"]),
+        ({"workload": "other", "k": 5}, ["another number of draft tokens a step (k)"]),
+        ({"details": {**whole["details"], "verifier_id": "x"}}, ["another verifier"]),
+    ):
+        found = report_many.warnings([Place(whole), Place(None), Place({**whole, **changes})])
+        assert found == [f"Not measured alike: {what}." for what in told]
 
 
 def test_not_claimed_and_not_identical_are_told_apart(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def test_runs_beside_each_other(chromium: Browser, tmp_path: Path, width: int) -
     assert {m["run"] for m in marked} == {"0", "1"}
     text = chromium.run("document.body.innerText")
     assert "identical outputs\t—\tyes\t—" in text  # claimed in float32 alone
-    assert "train.lr" in text and "Not measured alike: other numbers (dtype)" in text
+    assert "train.lr" in text and "Not measured alike: another dtype." in text
 
 
 def test_the_looks_see_faults(chromium: Browser, tmp_path: Path) -> None:

@@ -69,17 +69,21 @@ def render(sides: Sequence[Side]) -> str:
 def warnings(places: Sequence[Place]) -> list[str]:
     """Why figures of these results cannot be held against each other."""
     measured = [p for p in places if p]
-    found = []
-    for what, path in (
-        ("prompts or answer lengths", ("workload",)),
-        ("draft tokens a step (k)", ("k",)),
-        ("numbers (dtype)", ("details", "dtype")),
-        ("verifiers", ("details", "verifier_id")),
-    ):
+
+    def differ(*path: str) -> bool:
         values = [p.to(*path).value for p in measured]
-        if any(v != values[0] for v in values):
-            found.append(f"Not measured alike: other {what}.")
-    return found
+        return any(v != values[0] for v in values)
+
+    k, length = differ("k"), differ("details", "max_tokens")
+    found = [
+        (k, "another number of draft tokens a step (k)"),
+        (length, "other answer lengths (max_tokens)"),
+        # The digest is over these two as well.
+        (differ("workload") and not k and not length, "other prompts"),
+        (differ("details", "dtype"), "another dtype"),
+        (differ("details", "verifier_id"), "another verifier"),
+    ]
+    return [f"Not measured alike: {what}." for there, what in found if there]
 
 
 def _plot(sides: Sequence[Side], places: Sequence[Place]) -> Element | None:
