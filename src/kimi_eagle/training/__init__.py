@@ -12,15 +12,18 @@ backend.py       the `shards` plug-in of speculators' own command line, with its
 attention.py     attention of the unrolled draft on a CPU
 patches.py       what torch and speculators need on a machine without an accelerator
 checkpoints.py   checkpoints that are whole or not there
+states.py        what they hold of model, optimizers and random numbers, for any ranks
 trainer.py       speculators' Trainer with those checkpoints and a stop between steps
+steps.py         its epoch: accumulation, the guard of loss and gradient
+watchdog.py      who hangs, who lags
 curves.py        the metrics of a run: curves.jsonl beside speculators' own TensorBoard log
 nodes.py         torchrun over several nodes of a job
 loop.py          `train`: the run, put together
 export.py        `export`: a checkpoint as the directory that vLLM loads
 
-Everything but shape.py, draftkind.py and draftfiles.py imports torch and speculators at the top:
-import these modules inside functions of the stages only. This file imports nothing heavy; it sets
-the one thing that must be in the environment before torch is loaded.
+Everything but shape.py, draftkind.py, draftfiles.py and watchdog.py imports torch and speculators at
+the top: import these modules inside functions of the stages only. This file imports nothing heavy;
+it sets the one thing that must be in the environment before torch is loaded.
 """
 
 import os

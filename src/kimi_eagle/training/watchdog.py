@@ -35,6 +35,10 @@ BEAT_SECONDS = 1.0
 SILENT_LOOKS = 10
 """A rank whose tick stood still for so many looks, while others' went on, has stopped."""
 
+START_SECONDS = 600.0
+"""Time that a rank has at least until it says something: it imports torch and meets the others
+(torchrun's own rendezvous waits as long)."""
+
 ORDER = ("starting", "waiting for data", "forward", "backward", "gradient norm", "optimizer",
          "after the step", "validation", "checkpoint")  # fmt: skip
 """What a rank does, in the order of a step: the rank that others wait for is behind in it."""
@@ -74,11 +78,11 @@ class Beat:
 class Pulse:
     """What one rank says of itself; a context manager that writes it until it is left.
 
-    folder: where to, `FOLDER` of the working folder. on_beat: called after each (tests, and the
-    reader of a run of one process).
+    folder: where to, `FOLDER` of the working folder; what lies there is at most a second old.
+    on_beat: called with each (the reader of a run of one process).
     """
 
-    def __init__(self, folder: Path, rank: int, on_beat: Callable[[], None] | None = None):
+    def __init__(self, folder: Path, rank: int, on_beat: Callable[[Beat], None] | None = None):
         self._path = folder / f"rank-{rank}.json"
         self._beat = Beat(rank, socket.gethostname(), os.getpid())
         self._on_beat, self._over = on_beat, threading.Event()
@@ -113,11 +117,11 @@ class Pulse:
         tick = 0
         while True:
             tick += 1
-            text = files.to_json({**asdict(self._beat), "tick": tick})
+            beat = replace(self._beat, tick=tick)
             with suppress(OSError):  # a full disk is told by who has to write
-                files.write_atomic(self._path, text, sync=False)
+                files.write_atomic(self._path, files.to_json(asdict(beat)), sync=False)
             if self._on_beat:
-                self._on_beat()
+                self._on_beat(beat)
             if self._over.wait(BEAT_SECONDS):
                 return
 
@@ -145,13 +149,16 @@ class Watch:
             if new is not None:
                 self._seen[rank] = new
                 silent += [rank] if self._silent[rank] >= SILENT_LOOKS else []
-        if max(self._still.values()) < self.seconds:
+        begun = [self._still[r] for r in self._seen]
+        absent = [self._still[r] for r in range(self.ranks) if r not in self._seen]
+        late = max(absent, default=0.0) >= max(self.seconds, START_SECONDS)
+        if not late and max(begun, default=0.0) < self.seconds:
             return None
-        return self._sentence(silent)
+        return self._sentence(silent, late)
 
-    def _sentence(self, silent: list[int]) -> str:
+    def _sentence(self, silent: list[int], late: bool) -> str:
         missing = [r for r in range(self.ranks) if r not in self._seen]
-        if missing:
+        if late or not self._seen:
             names = ", ".join(map(str, missing))
             return f"training hangs: rank {names} of {self.ranks} did not begin"
         places = {r: b.place for r, b in self._seen.items()}
@@ -210,17 +217,10 @@ class OwnWatch:
 
     def __init__(self, seconds: float, leave: Callable[[str], None] | None = None):
         self._watch, self._leave = Watch(1, seconds), leave or _leave
-        self.pulse: Pulse | None = None
-        self._looks = 0
 
-    def __call__(self) -> None:
+    def __call__(self, beat: Beat) -> None:
         """One look."""
-        if self.pulse is None:
-            return
-        self._looks += 1
-        beat = replace(self.pulse.beat, tick=self._looks)
         if word := self._watch.look({beat.rank: beat}, BEAT_SECONDS):
-            self.pulse = None
             self._leave(word)
 
 
