@@ -21,9 +21,9 @@ nodes.py         torchrun over several nodes of a job
 loop.py          `train`: the run, put together
 export.py        `export`: a checkpoint as the directory that vLLM loads
 
-Everything but shape.py, draftkind.py, draftfiles.py and watchdog.py imports torch and speculators at
-the top: import these modules inside functions of the stages only. This file imports nothing heavy;
-it sets the one thing that must be in the environment before torch is loaded.
+Everything but shape.py, draftkind.py, draftfiles.py and watchdog.py imports torch and speculators
+at the top: import these modules inside functions of the stages only. This file imports nothing
+heavy; it sets the one thing that must be in the environment before torch is loaded.
 """
 
 import os
