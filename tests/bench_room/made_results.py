@@ -119,7 +119,36 @@ def made_results(dtype: str = "bfloat16", loops: tuple[int, ...] = (3, 8)) -> di
         "prompts": 1, "compared": 12, "not_compared": 0,
         "examples": [{"prompt": "held:7", "trained": "chat: row 3", "words": "one two three"}],
     }  # fmt: skip
+    data["details"]["breakdown"] = {"baseline": _breakdown(0.515), "draft": _breakdown(0.0)}
     return json.loads(json.dumps(data))
+
+
+def _breakdown(communication: float) -> dict[str, Any]:
+    """As breakdown.combined gives it, of eight ranks."""
+    left = 1 - communication
+    shares = {
+        "communication": communication, "attention": 0.15 * left, "moe": 0.6 * left,
+        "dense": 0.21 * left, "rest": 0.04 * left,
+    }  # fmt: skip
+    return {
+        "device": "cuda",
+        "steps": {"number": 64, "with_prefill": 0, "requests": 1.0, "tokens": 4.0},
+        "shares": shares,
+        "seconds": {kind: 1.7 * share for kind, share in shares.items()},
+        "wall_seconds": 1.93,
+        "busy_seconds": 1.7,
+        "idle_share": 1 - 1.7 / 1.93,
+        "communication_least": 0.7 * communication,
+        "longest": [
+            {"name": f"void a_kernel_with_arguments<{'int, ' * 30}>", "kind": "moe",
+             "seconds": 0.41, "calls": 3840},
+        ],
+        "ranks": [],
+        "batch_size": 1,
+        "k": K,
+        "context_tokens": 300.5,
+        "asked_steps": 64,
+    }  # fmt: skip
 
 
 def _measured(spec: Spec, case: Case, run: Run) -> Measurement:

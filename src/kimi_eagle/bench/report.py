@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
-from kimi_eagle.bench import curves, report_bench, report_run, report_tables, report_train
+from kimi_eagle.bench import (
+    curves,
+    report_bench,
+    report_breakdown,
+    report_run,
+    report_tables,
+    report_train,
+)
 from kimi_eagle.bench.shown import Place
 from kimi_eagle.bench.svg import h
 from kimi_eagle.bench.tables import flat, section, table
@@ -84,6 +91,7 @@ def _benchmark(results: Place, validation: Sequence[Any]) -> list[Element | None
             report_bench.by_draft(results),
             report_bench.by_k(results),
             report_bench.by_sampling(results),
+            report_breakdown.breakdown_figure(results),
         ),
         report_tables.speed_table(results),
         report_tables.position_table(results),
@@ -91,6 +99,7 @@ def _benchmark(results: Place, validation: Sequence[Any]) -> list[Element | None
         report_tables.draft_table(results),
         report_tables.loop_table(results),
         report_tables.duplicate_table(results),
+        report_breakdown.breakdown_table(results),
         report_tables.latency_table(results),
         report_tables.floor_table(results),
         report_tables.prompt_table(results),
@@ -162,7 +171,8 @@ def _missing(
     data: ReportData, results: Place, training: Sequence[Any], validation: Sequence[Any]
 ) -> Element | None:
     """What this page would show and cannot, each with the reason."""
-    parts = [*report_bench.missing(results), *report_train.missing(training, validation)]
+    parts = [*report_bench.missing(results), *report_breakdown.missing(results)]
+    parts += report_train.missing(training, validation)
     parts += [
         (name, why)
         for name, there, why in (

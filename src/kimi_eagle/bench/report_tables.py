@@ -183,7 +183,7 @@ def loop_table(results: Place) -> Element | None:
         "prompt", "acceptance length", "tokens repeated", "from token", "tokens in the loop",
         "tokens of the answer",
     )  # fmt: skip
-    note = quiet("A draft guesses a loop nearly always; no server is faster for it.")
+    note = quiet("Text that goes round in circles is easily guessed, and not what a server is for.")
     return (
         section("Answers that repeat themselves", note, table(titles, found, 1)) if found else None
     )

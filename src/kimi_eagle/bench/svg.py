@@ -190,6 +190,36 @@ def stacked(
     return plot
 
 
+def shares(rows: Sequence[tuple[str, Sequence[tuple[str, float, Mapping[str, str]]]]]) -> Element:
+    """One horizontal bar a row, as long as all others, its parts the shares of a whole.
+
+    rows: (label, [(part name, share 0..1, attributes of its mark), ...]); the n-th part has the
+    colour b<n>. A share that has room for it is written into its part.
+    """
+    row_height, left = 34, 92
+    plot = _frame(len(rows) * row_height, f"Shares of {', '.join(label for label, _ in rows)}")
+    for i, (label, parts) in enumerate(rows):
+        y, x = i * row_height + 4, float(left)
+        plot.append(h("text", label, x=left - 8, y=y + 17, class_="tick end"))
+        for j, (name, share, at) in enumerate(parts):
+            wide = share * (WIDTH - left)
+            if share > 0:
+                title = h("title", f"{label}, {name}: {share:.1%}")
+                plot.append(
+                    h(
+                        "rect", title, x=x, y=y, width=max(0.5, wide - 1), height=row_height - 8,
+                        class_=f"bar b{j}", data_value=share,
+                    )
+                )  # fmt: skip
+                plot[-1].attrib.update(at)
+            if wide >= 34:
+                text = h("text", f"{share:.0%}", x=x + wide / 2, y=y + 17, class_="mid inside")
+                text.attrib.update(at)
+                plot.append(text)
+            x += wide
+    return plot
+
+
 def lines(
     series: Sequence[Series],
     x_label: str,
