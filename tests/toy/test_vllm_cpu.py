@@ -51,6 +51,22 @@ run_benchmark(ctx.recipe, ctx.verifier, ctx.run.draft, Path(sys.argv[2]))
 """
 
 
+EXPAND = """
+import torch
+import vllm.v1.sample.rejection_sampler
+from vllm.utils import cpu_triton_utils
+from kimi_eagle.capture import vllm_cpu
+ends = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second request has no draft
+for values in (torch.tensor([0.7, 0.9, 0.0]), torch.tensor([5, 6, 0], dtype=torch.int32)):
+    for how in (cpu_triton_utils._expand_kernel_impl, vllm_cpu.expand):
+        output = values.new_full((5,), 9)
+        how(output, values, ends, 0, 1, 64)
+        print([round(v, 3) for v in output.tolist()])
+vllm_cpu.repair()
+print(cpu_triton_utils._expand_kernel_impl is vllm_cpu.expand)
+"""
+
+
 def says(code: str, *arguments: object) -> str:
     """All that a process says, whether it ends well or not."""
     argv = [sys.executable, "-c", code, *map(str, arguments)]
@@ -74,6 +90,13 @@ def test_the_dispatcher_still_stumbles_over_numba() -> None:
     said = says(REBIND)
     assert "stumbles: '_lib_fn_wrapper' object has no attribute 'get'" in said
     assert "\nrepaired\n" in said
+
+
+def test_temperatures_are_still_lost_on_their_way_to_a_draft() -> None:
+    """1.0 stands for the greedy request's 0."""
+    lost, kept = "[9.0, 9.0, 9.0, 9.0, 9.0]", "[0.7, 0.7, 1.0, 1.0, 1.0]"
+    told = (lost, kept, "[9, 9, 9, 9, 9]", "[5, 5, 1, 1, 1]", "True")
+    assert "\n".join(told) in says(EXPAND)
 
 
 @pytest.mark.campaign

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build needs for models of Kimi-K2.5's kind; on GPUs nothing here applies.
+"""What vLLM's CPU build is helped with, most for Kimi-K2.5's kind; on GPUs nothing here applies.
 
 All for vLLM 0.31.0 (tests/toy/test_vllm_cpu.py fails as soon as one is needed no longer):
 
@@ -10,6 +10,12 @@ All for vLLM 0.31.0 (tests/toy/test_vllm_cpu.py fails as soon as one is needed n
   everything in every loaded module. Kimi's image processor loads numba, whose llvmlite functions
   (`_lib_fn_wrapper`) answer any name with one of their own, `__dict__` too: AttributeError when the
   worker starts in the same process.
+- `expand`: with a draft and a temperature, vllm/utils/cpu_triton_utils.py (`_expand_kernel_impl`)
+  writes temperature and top-p into a copy in int64 and leaves the caller's tensor as it was, memory
+  that nobody set: the logits are divided by it, hardly a draft is accepted (1.02 where greedily
+  1.45) and tokens are drawn from another distribution (vllm-project/vllm issue 55005, still open;
+  pull request 55006). Greedy decoding does not come there. In this process alone: workers of a
+  tensor-parallel engine are processes of their own, so sampling with a draft is refused there.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ def prepare(told: dict[str, Any]) -> None:
 
 
 def repair() -> None:
-    """Let the dispatcher look only into real dictionaries."""
+    """Let the dispatcher look only into real dictionaries, and let sampling be what was asked."""
     from vllm.triton_utils import dispatcher
 
     def only_dicts(value: Any) -> dict[str, Any]:
@@ -49,3 +55,22 @@ def repair() -> None:
         return found if isinstance(found, (dict, type(type.__dict__))) else {}
 
     dispatcher.vars = only_dicts  # a module's global hides the builtin of that name
+
+    from vllm.utils import cpu_triton_utils
+
+    cpu_triton_utils._expand_kernel_impl = expand
+
+
+def expand(
+    output: Any, values: Any, ends: Any, replace_from: int, replace_to: int, _most: int = 0
+) -> None:
+    """Fill `output` with each request's value, once for each of its tokens, in its own dtype.
+
+    What expand_kernel of vllm/v1/sample/rejection_sampler.py does. values: [requests]; ends:
+    [requests] cumulative counts of tokens; output: [tokens]. A value of replace_from becomes
+    replace_to.
+    """
+    import torch
+
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    output.copy_(values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts))
