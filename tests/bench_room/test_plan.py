@@ -101,6 +101,13 @@ def test_sweeps_and_other_drafts_are_counted(tmp_path: Path, verifier, drafts) -
     assert len(digests) == 16
 
 
+def test_sampling_in_several_processes_is_refused_on_cpus(tmp_path: Path, verifier, drafts) -> None:
+    more = {"sampling": [{"temperature": 0.7}], "engine": {"tp": 2, "device": "cpu"}}
+    with pytest.raises(UsageError, match="vLLM 0.31.0 loses the temperature"):
+        loads_of(recipe_of(tmp_path, **more), verifier, drafts["own"])
+    loads_of(recipe_of(tmp_path, engine=more["engine"]), verifier, drafts["own"])
+
+
 def test_paths_and_names_of_other_drafts(tmp_path: Path) -> None:
     (tmp_path / "hub").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "hub")

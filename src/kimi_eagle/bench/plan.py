@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from kimi_eagle.bench.draftdir import DraftInfo, open_draft
 from kimi_eagle.bench.measure import Case, Spec, todo
 from kimi_eagle.bench.workload import Workload
+from kimi_eagle.capture.settings import environment, in_process, settings
+from kimi_eagle.capture.vllm_cpu import served
+from kimi_eagle.errors import UsageError
 from kimi_eagle.provenance import version
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.recipe_benchmark import OWN
@@ -48,12 +51,20 @@ def open_against(recipe: Recipe, verifier: Verifier) -> dict[str, DraftInfo]:
 def make_loads(
     recipe: Recipe, verifier: Verifier, drafts: dict[str, DraftInfo], workload: Workload
 ) -> list[Load]:
-    """All loads in their order; drafts: as open_drafts gives them."""
+    """All loads in their order; drafts: as open_drafts gives them. UsageError where sampling would
+    not be what was asked."""
     section = recipe.benchmark
     greedy = tuple(Case(size) for size in section.batch_sizes)
     first = section.batch_sizes[0]
     sampled = tuple(Case(first, s.temperature, s.top_p) for s in section.sampling)
     alone = _spec(recipe, verifier, workload, greedy + sampled)
+    if sampled and alone.engine["device"] == "cpu" and not in_process(alone.engine):
+        raise UsageError(
+            "sampling with a draft on CPUs needs one process: vLLM 0.31.0 loses the temperature"
+            " (issue 55005), and what mends it (capture/vllm_cpu.py) reaches no others",
+            where=f"{recipe.name}: [[benchmark.sampling]]",
+            fix="set tp = 1 and pp = 1 in [benchmark.engine], or leave sampling out",
+        )
     loads = [Load(None, alone)]
     loads += [Load(name, _with(alone, info, section.k)) for name, info in drafts.items()]
     own = replace(loads[1].spec, cases=greedy)
@@ -92,9 +103,6 @@ def as_data(loads: Sequence[Load], folder: Path) -> dict[str, Any]:
 
 def _spec(recipe: Recipe, verifier: Verifier, workload: Workload, cases: tuple[Case, ...]) -> Spec:
     """The verifier alone."""
-    from kimi_eagle.capture.settings import environment, settings
-    from kimi_eagle.capture.vllm_cpu import served
-
     section = recipe.engine_for("benchmark").model_copy(
         update={"max_num_seqs": max(recipe.benchmark.batch_sizes)}
     )
