@@ -24,14 +24,13 @@ LEFT: dict[str, Any] = {
     "scheduler_warmup_steps": None,
     "scheduler_num_cosine_cycles": 0.5,
     "save_best": False,
-    "fsdp_shard": False,
     "gradient_checkpointing": False,
 }
 """Settings of speculators 0.9.0's TrainerConfig (train/trainer.py) that are left at its values."""
 SET = frozenset(
     "lr num_epochs save_path resume_from_checkpoint train_call_kwargs val_call_kwargs optimizer"
     " weight_decay muon_lr scheduler_type scheduler_warmup_ratio scheduler_total_steps"
-    " checkpoint_freq hidden_states_dtype log_freq max_steps".split()
+    " checkpoint_freq hidden_states_dtype log_freq fsdp_shard max_steps".split()
 )
 """Those that training/loop.trainer_config sets from the recipe."""
 
