@@ -81,6 +81,15 @@ def record_of(ctx: Context, stage: str, states: list[StageState] | None = None) 
     return records[0] if records else None
 
 
+def curves_of(ctx: Context, states: list[StageState]) -> Path | None:
+    """curves.jsonl of this recipe's training; where it has not ended, what it has logged so far."""
+    if trained := record_of(ctx, "train", states):
+        return trained.path("curves.jsonl")
+    units = next(s for s in states if s.name == "train").units
+    work = ctx.run.stage("train").files
+    return work / f"work-{units[0].key}" / "curves.jsonl" if units else None
+
+
 def write_report(ctx: Context) -> None:
     """RUN/report.html from what there is so far."""
     from kimi_eagle.bench.report import ReportData
@@ -93,7 +102,7 @@ def write_report(ctx: Context) -> None:
     data = ReportData(
         name=ctx.recipe.name,
         results=files.read_json(ctx.run.bench / "results.json"),
-        curves=trained.path("curves.jsonl") if trained else None,
+        curves=curves_of(ctx, states),
         stages=stage_rows(ctx, states),
         sources=prepared.info["by_source"] if prepared else {},
         counts=prepared.counts if prepared else {},

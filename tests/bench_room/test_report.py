@@ -116,6 +116,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
 def test_a_run_with_nothing_yet(tmp_path: Path) -> None:
     page = Page(render(ReportData("empty", curves=tmp_path / "absent"), tmp_path))
     assert "Not benchmarked yet" in page.words and "svg" not in page.tags
+    assert "near-duplicates" not in page.words
 
 
 def test_every_part_of_a_benchmark() -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from made_results import made_results
 
-from kimi_eagle import recipe
-from kimi_eagle.rundir import create_run, follow
+from kimi_eagle import recipe, summary
+from kimi_eagle.ledger import Unit
+from kimi_eagle.rundir import RunDir, create_run, follow
+from kimi_eagle.stages.context import Context
+from kimi_eagle.survey import StageState
 
 Eagle = Callable[..., Any]
 
@@ -39,6 +42,15 @@ def test_several_runs_make_one_page(eagle: Eagle, runs: tuple[Path, Path], tmp_p
     html = page.read_text()
     assert "2 runs compared" in html and ">a/tiny<" in html and ">b/tiny<" in html
     assert f"{made_results()['acceptance_length']:.3f}" in html
+
+
+def test_a_training_under_way_is_shown(runs: tuple[Path, Path]) -> None:
+    ctx = Context(RunDir(runs[0]), RunDir(runs[0]).recipe())
+    unit = Unit("all", {"x": 1})
+    states = [StageState("train", "open", [unit], [unit])]
+    found = summary.curves_of(ctx, states)
+    assert found == runs[0] / "train" / "files" / f"work-{unit.key}" / "curves.jsonl"
+    assert summary.curves_of(ctx, [StageState("train", "waiting")]) is None
 
 
 def test_out_names_the_page(eagle: Eagle, runs: tuple[Path, Path], tmp_path: Path) -> None:

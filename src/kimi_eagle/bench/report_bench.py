@@ -85,7 +85,9 @@ def spread(place: Place, form: str, *figure: str | int) -> Element | str:
 
 
 def notes(results: Place) -> Element | None:
-    """What must be known beside the headline: loops, near-duplicates, numbers, the floor."""
+    """What must be known beside the headline: loops, near-duplicates, the floor."""
+    if not results:
+        return None
     found = [*_loop_note(results), *_duplicate_note(results), *_floor_notes(results)]
     return h("ul", *found, class_="notes quiet") if found else None
 

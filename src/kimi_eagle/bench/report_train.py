@@ -90,7 +90,7 @@ def small(training: Lines) -> list[Element]:
 def missing(training: Lines, validation: Lines) -> list[tuple[str, str]]:
     """(curve, why it is not shown)."""
     if not training:
-        return [("Training curves", "no training of this recipe has ended")]
+        return [("Training curves", "no training of this recipe has begun")]
     found: list[tuple[str, Callable[[], bool]]] = [
         ("Validation loss", lambda: not _points(validation, "val_loss")),
         ("Estimated acceptance", lambda: not _points(validation, "estimated_acceptance")),
