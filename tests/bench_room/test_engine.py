@@ -95,7 +95,7 @@ def test_each_case_is_a_file(
 ) -> None:
     one = spec("/d", (Case(1), Case(2)))
     (tmp_path / "spec.json").write_text(json.dumps(asdict(one)))
-    monkeypatch.setattr(module, "_load", lambda _: llm)
+    monkeypatch.setattr(module, "_load", lambda *_: llm)
     monkeypatch.setattr(module, "_end_with_parent", lambda: None)
     monkeypatch.setattr(module, "_threads", lambda: 2)
     events: list[dict] = []

@@ -102,7 +102,7 @@ def test_the_child_asks_on_and_the_next_one_takes_what_it_asked(
     labels: list[str] = []
     spec = spec_for(workload, verifier_dir)
     (tmp_path / "spec.json").write_text(json.dumps(asdict(spec)))
-    monkeypatch.setattr(module, "_load", lambda _: None)
+    monkeypatch.setattr(module, "_load", lambda *_: None)
     monkeypatch.setattr(module, "_counters", lambda _: dict.fromkeys(module._COUNTERS, 0))
     monkeypatch.setattr(module, "_end_with_parent", lambda: None)
     monkeypatch.setattr(module, "_threads", lambda: 2)
