@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,7 +135,8 @@ def test_all_engines_are_asked_what_the_verifier_was(
     monkeypatch.setattr(results, "open_drafts", lambda *_: {"draft": info})
     monkeypatch.setattr(results, "make_loads", lambda *_: [Load(None, alone), Load("draft", draft)])
     monkeypatch.setattr(results, "measure", measured)
-    found = results.run_benchmark(None, None, tmp_path, tmp_path, workload=workload)
+    recipe = SimpleNamespace(benchmark=SimpleNamespace(profile=False))
+    found = results.run_benchmark(recipe, None, tmp_path, tmp_path, workload=workload)
     assert order == [("baseline", 3), ("draft", 6)]
     assert found["details"]["later_turns"] == 3
     assert [p["name"] for p in found["details"]["prompts"]] == list(made.names)
