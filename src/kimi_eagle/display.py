@@ -50,6 +50,8 @@ def describe(view: StageView) -> str:
             parts.append(f"step {notes['step']}/{notes['total_steps']}")
         if "loss" in notes:
             parts.append(f"loss {notes['loss']:.3f}")
+        if "estimated_acceptance" in notes:
+            parts.append(f"acceptance {notes['estimated_acceptance']:.2f} estimated")
         if "plan" in notes:
             parts.append(f"({notes['plan']})")
     return "  ".join(parts)

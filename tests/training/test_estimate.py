@@ -68,18 +68,18 @@ def test_runs_end_where_documents_and_answers_end():
 
 @pytest.fixture(scope="module")
 def trained(run, recipe_for, tmp_path_factory):
-    """A run with half of its samples to validate with: (recipe, result, folder)."""
-    recipe = recipe_for(validation_share=0.5, epochs=3)
-    workdir = tmp_path_factory.mktemp("estimated")
-    return recipe, run(recipe, workdir), workdir
+    """A run with half of its samples to validate with: (recipe, result, folder, progress)."""
+    recipe = recipe_for(validation_share=0.5, epochs=3, keep_checkpoints=3)
+    workdir, progress = tmp_path_factory.mktemp("estimated"), []
+    return recipe, run(recipe, workdir, progress=progress), workdir, progress
 
 
 def test_estimate_is_with_the_checkpoint_the_curves_and_tensorboard(trained):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from kimi_eagle.training import curves
+    from kimi_eagle.training import checkpoints, curves
 
-    _, result, workdir = trained
+    _, result, workdir, progress = trained
     lines = [x for x in curves.read(workdir / "curves.jsonl") if "estimated_acceptance" in x]
     assert [line["epoch"] for line in lines] == [0, 1, 2]
     for line in lines:
@@ -93,6 +93,12 @@ def test_estimate_is_with_the_checkpoint_the_curves_and_tensorboard(trained):
         )
         assert kept["reference"] == "text" and kept["k"] == K and kept["starts"] > 20
     assert 1 < lines[0]["estimated_acceptance"] < lines[-1]["estimated_acceptance"] <= 1 + K
+    assert checkpoints.estimated(result.checkpoint)["length"] in {
+        line["estimated_acceptance"] for line in lines
+    }
+    told = [p.get("estimated_acceptance") for p in progress]
+    first = lines[0]["step"]
+    assert told[:first] == [None] * first and told[first] == lines[0]["estimated_acceptance"]
     events = EventAccumulator(str(workdir / "tensorboard/train"))
     events.Reload()
     logged = events.Scalars("estimate/length")
@@ -108,7 +114,7 @@ def test_equals_a_server_that_drafts_token_by_token(trained, verifier, corpus):
     from kimi_eagle.training import loop
     from kimi_eagle.training.estimate import Estimator, Tally
 
-    recipe, result, workdir = trained
+    recipe, result, workdir, _ = trained
     store = ShardSet(corpus.shards)
     model = loop.build_model(recipe, verifier, corpus.d2t, corpus.t2d, device="cpu")
     from safetensors.torch import load_file

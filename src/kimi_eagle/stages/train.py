@@ -71,7 +71,7 @@ def work(ctx: Context, worker: Worker) -> None:
 
 def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
     """Take up the checkpoints of this key, or start; commit the exported draft."""
-    from kimi_eagle.training import damage, launch
+    from kimi_eagle.training import checkpoints, damage, launch
     from kimi_eagle.training.export import export
 
     shards, mapping = attempt.unit.payload
@@ -81,7 +81,8 @@ def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
     def on_progress(step: dict[str, Any]) -> None:
         worker.tokens = step["tokens"]
         worker.progress(step["step"] / max(1, step["steps"]), step["tokens"])
-        worker.note(step=step["step"], total_steps=step["steps"], loss=step["loss"])
+        told = {k: step[k] for k in ("step", "loss", "estimated_acceptance") if k in step}
+        worker.note(total_steps=step["steps"], **told)
 
     with worker.phase("work"), _marking(ctx, shards, workdir / damage.NAME):
         result = launch.run(
@@ -106,6 +107,8 @@ def _train(ctx: Context, attempt: Attempt, worker: Worker) -> None:
         curves = attempt.path("curves.jsonl")
         shutil.copyfile(result.curves, curves)
         info = {"checkpoint": result.checkpoint.name, "seconds": round(result.seconds, 1)}
+        if estimate := checkpoints.estimated(result.checkpoint):
+            info["estimated_acceptance"] = estimate
         if skipped := sorted({d.sample for d in damage.read(workdir / damage.NAME) if d.skipped}):
             info["skipped_samples"] = skipped
         attempt.commit(

@@ -151,6 +151,13 @@ def best(root: Path) -> Path | None:
     return root / str(have[-1]) if have else None
 
 
+def estimated(folder: Path) -> dict[str, Any] | None:
+    """The acceptance estimated for the checkpoint `folder` (`estimate.Tally.result`), if any."""
+    metrics: Any = files.read_json(folder / METRICS)
+    found = metrics.get("estimated_acceptance") if isinstance(metrics, dict) else None
+    return found if isinstance(found, dict) else None
+
+
 def link_best(root: Path) -> None:
     """Point `checkpoint_best` at the lowest validation loss; no link where none has one."""
     link = root / "checkpoint_best"

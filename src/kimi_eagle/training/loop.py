@@ -96,8 +96,9 @@ def train(
     verifier: an open Verifier. store: the samples in training order; the last `validation_share`
     of them validate. d2t, t2d: .npy, int64 [D] offsets and bool [V].
     should_stop is asked after each step; on_progress gets step, steps, epoch, tokens, total_tokens,
-    tokens_per_s, loss, accuracy. Raises RunError when a loss or gradient is not finite or, with
-    train.on_damage stop, a sample is damaged; UsageError where the recipe cannot be.
+    tokens_per_s, loss, accuracy and, after a validation, estimated_acceptance. Raises RunError when
+    a loss or gradient is not finite or, with train.on_damage stop, a sample is damaged; UsageError
+    where the recipe cannot be.
     """
     section = recipe.train
     device = _device(section.device)
@@ -227,6 +228,7 @@ def _run(
     total = int(schedule.tokens.sum())
     seen = np.concatenate([[0], np.cumsum(schedule.tokens)])
     log: curves.CurvesHandler | None = None
+    estimated: dict[str, float] = {}
 
     def steps_in_all() -> int:
         return trainer.global_step + schedule.steps - trainer.position
@@ -241,12 +243,14 @@ def _run(
                     "tokens": int(seen[trainer.position]),
                     "total_tokens": total,
                     **{k: last[k] for k in ("epoch", "tokens_per_s", "loss", "accuracy")},
+                    **estimated,
                 }
             )
         return should_stop()
 
     def on_validated(epoch: int, metrics: dict[str, Any]) -> None:
         found = metrics["estimated_acceptance"] = estimator(trainer.model, loaders[1])
+        estimated["estimated_acceptance"] = found["length"]
         if get_rank() == 0:
             curves.log_estimate(found, epoch, trainer.global_step)
 
