@@ -78,6 +78,10 @@ class BenchmarkSection(Section):
     against: tuple[AgainstSection, ...] = ()
     """Other drafts, measured like the run's own at `k`: directories, or tables with `path` and
     `name`. Each is an engine load more."""
+    profile: bool = False
+    """Whether 64 decoding steps of the verifier alone and of it with the draft, at the first batch
+    size, go under torch's profiler after the measurements: shares of communication, attention,
+    experts and the rest. Off: it takes some 10 MB a rank, and must be allowed on the GPUs."""
     engine: StageEngineSection = StageEngineSection()
 
     @model_validator(mode="before")

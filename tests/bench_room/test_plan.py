@@ -75,6 +75,16 @@ def test_by_default_two_loads_at_batch_1_and_16(tmp_path: Path, verifier, drafts
     ]
 
 
+def test_the_two_of_the_headline_are_profiled(tmp_path: Path, verifier, drafts) -> None:
+    recipe = recipe_of(tmp_path, sweep_k=[1], batch_sizes=[4, 1], profile=True)
+    loads = loads_of(recipe, verifier, drafts["own"])
+    assert [load.spec.profile for load in loads] == [Case(4), Case(4), None]
+    plain = loads_of(recipe_of(tmp_path, batch_sizes=[4, 1]), verifier, drafts["own"])
+    assert [a.spec.digest(Case(1)) for a in plain] == [a.spec.digest(Case(1)) for a in loads[:2]]
+    assert told(loads)[2] == "  draft k=3: batch 4; batch 1; 64 steps profiled"
+    assert [load["profiled"] for load in as_data(loads, tmp_path)["loads"]] == [True, True, False]
+
+
 def test_sweeps_and_other_drafts_are_counted(tmp_path: Path, verifier, drafts) -> None:
     recipe = recipe_of(
         tmp_path,

@@ -5,7 +5,8 @@
 which engines are loaded for which cases, `measure.py` has each measured in its own process, which
 is `engine.py`. `results.py` compares the measurements and writes `results.json` (its schema stands
 there): `rows.py` makes the figures of one, `intervals.py` says how sure they are, `loops.py` which
-answers are left out, `groups.py` has the figures by category. `report.py` and `tables.py` write
+answers are left out, `groups.py` has the figures by category. `breakdown.py` records some steps
+under torch's profiler, `trace.py` reads what took how long. `report.py` and `tables.py` write
 `report.html`.
 Nothing here imports torch or vllm in the calling process.
 """

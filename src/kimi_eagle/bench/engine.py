@@ -46,14 +46,16 @@ class Answer:
 
 def main(argv: list[str]) -> int:
     """SPEC.json in; FOLDER/KIND-DIGEST.json out, one a case."""
+    from kimi_eagle.bench import breakdown
+    from kimi_eagle.files import write_atomic
+
     started = time.monotonic()
     spec, folder = read_spec(Path(argv[0])), Path(argv[1])
     _end_with_parent()
-    llm = _load(spec)
+    profile = breakdown.settings(spec, folder) if breakdown.wanted(spec, folder) else None
+    llm = _load(spec, profile)
     load_seconds = time.monotonic() - started
     _tell(share=0.0, tokens=0, load_seconds=round(load_seconds, 2))
-    from kimi_eagle.files import write_atomic
-
     if spec.workload.later:
         path = asked_path(spec, folder)
         spec = replace(spec, workload=_asked_on(llm, spec))
@@ -78,6 +80,8 @@ def main(argv: list[str]) -> int:
             "threads": _threads(),
         }
         write_atomic(spec.path(folder, case), json.dumps(found).encode())
+    if profile:
+        breakdown.profiled(llm, spec, folder)
     return 0
 
 
@@ -86,6 +90,7 @@ def read_spec(path: Path) -> Spec:
     data = json.loads(path.read_text(encoding="utf-8"))
     data["workload"] = Workload(**data["workload"])
     data["cases"] = tuple(Case(**case) for case in data["cases"])
+    data["profile"] = data["profile"] and Case(**data["profile"])
     return Spec(**data)
 
 
@@ -101,7 +106,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _load(spec: Spec) -> Any:
+def _load(spec: Spec, profile: dict[str, Any] | None = None) -> Any:
     from kimi_eagle.capture import vllm_cpu
     from kimi_eagle.capture.settings import engine_arguments
 
@@ -114,6 +119,8 @@ def _load(spec: Spec) -> Any:
             "num_speculative_tokens": spec.k,
         }
         arguments["per_request_spec_decode_metrics"] = "summary"
+    if profile:
+        arguments["profiler_config"] = profile
     vllm_cpu.prepare(spec.engine)
     from vllm import LLM
 

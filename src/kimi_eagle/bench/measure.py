@@ -62,7 +62,8 @@ class Spec:
     path and k, None for the baseline. verifier_id, draft_digest: contents behind the two paths;
     neither the paths nor the environment enter a digest. k: draft tokens a step, None for the
     baseline, which serves every k. template: the recipe's section, with which the baseline makes
-    prompts of the workload's later turns.
+    prompts of the workload's later turns. profile: the case of which breakdown.py records some
+    steps after the measurements, None for none; in no digest, for it changes no measurement.
     """
 
     verifier: str
@@ -78,6 +79,7 @@ class Spec:
     trust_remote_code: bool = False
     template: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    profile: Case | None = None
 
     @property
     def kind(self) -> str:
@@ -87,7 +89,7 @@ class Spec:
     def digest(self, case: Case | None = None) -> str:
         """sha256 hex of a measurement; of the load where no case is given."""
         data = asdict(self) | {"format": FORMAT, "cases": case and asdict(case)}
-        del data["verifier"], data["draft"], data["environment"], data["template"]
+        del data["verifier"], data["draft"], data["environment"], data["template"], data["profile"]
         for told in ("names", "categories", "sources", "k", "digest"):
             del data["workload"][told]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -151,12 +153,13 @@ def measure(
     (0..1 of what this process has to do), tokens (generated so far). Raises RunError with the log's
     last meaningful line if the process fails; cases that were whole before are kept.
     """
+    from kimi_eagle.bench import breakdown
     from kimi_eagle.files import write_atomic
 
     asked = asked_path(spec, folder)
     told = _asked(spec, asked)
     missing = todo(told, folder)
-    if not missing:
+    if not missing and not breakdown.wanted(told, folder):
         return told, [_found(told, folder, case, before=True) for case in told.cases]
     stem = folder / f"{spec.kind}-{spec.digest()[:16]}"
     spec_file, log = stem.with_suffix(".spec.json"), stem.with_suffix(".log")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kimi_eagle.bench import breakdown
 from kimi_eagle.bench.draftdir import DraftInfo, open_draft
 from kimi_eagle.bench.measure import Case, Spec, todo
 from kimi_eagle.bench.workload import Workload
@@ -68,6 +69,8 @@ def make_loads(
     loads = [Load(None, alone)]
     loads += [Load(name, _with(alone, info, section.k)) for name, info in drafts.items()]
     own = replace(loads[1].spec, cases=greedy)
+    if section.profile:  # of the two that are compared in the headline
+        loads[:2] = [replace(a, spec=replace(a.spec, profile=greedy[0])) for a in loads[:2]]
     return loads + [Load(OWN, replace(own, k=k)) for k in section.sweep_k]
 
 
@@ -83,6 +86,8 @@ def told(loads: Sequence[Load], folder: Path | None = None) -> list[str]:
     for load in loads:
         done = len(load.spec.cases) - len(todo(load.spec, folder)) if folder else 0
         cases = "; ".join(map(str, load.spec.cases))
+        if load.spec.profile:
+            cases += f"; {breakdown.STEPS} steps profiled"
         lines.append(f"  {load}: {cases}" + (f" ({done} done before)" if done else ""))
     return lines
 
@@ -93,7 +98,8 @@ def as_data(loads: Sequence[Load], folder: Path) -> dict[str, Any]:
     for load in loads:
         missing = todo(load.spec, folder)
         cases = [asdict(case) | {"done": case not in missing} for case in load.spec.cases]
-        found.append({"draft": load.draft, "k": load.spec.k, "cases": cases})
+        profiled = load.spec.profile is not None
+        found.append({"draft": load.draft, "k": load.spec.k, "cases": cases, "profiled": profiled})
     return {
         "engine_loads": len(loads),
         "measurements": sum(len(load.spec.cases) for load in loads),

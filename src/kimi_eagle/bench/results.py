@@ -30,6 +30,8 @@ the recipe's k and first batch size, greedy, without the answers that are loops.
                              first_difference}] the verifier alone at another batch size than the
                              first: what differs there, no draft is to blame for
       near_duplicates, later_turns             what overlap.py found; prompts that are later turns
+      breakdown              {baseline, draft}: see breakdown.combined, each may be {error}; null
+                             where the recipe does not ask for it ([benchmark] profile)
       plan                   {engine_loads, measurements}
       engines                [{draft (null: alone), k, load_seconds, measure_seconds,
                              peak_memory_bytes, measurements: [digest]}] in order of the loads
@@ -72,7 +74,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kimi_eagle.bench import loops
+from kimi_eagle.bench import breakdown, loops
 from kimi_eagle.bench.draftdir import DraftInfo
 from kimi_eagle.bench.groups import accepted_lengths, by_group
 from kimi_eagle.bench.measure import Measurement, Run, Spec, measure
@@ -144,6 +146,8 @@ def run_benchmark(
     data = compare(done, found, drafts)
     data["details"]["later_turns"] = sum(len(c["turns"]) for c in workload.later)
     data["details"]["near_duplicates"] = duplicates
+    shares = {load.spec.kind: breakdown.found(load.spec, folder) for load in done[:2]}
+    data["details"]["breakdown"] = shares if recipe.benchmark.profile else None
     write_atomic(results, json.dumps(data, indent=1))
     return data
 
