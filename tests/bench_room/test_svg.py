@@ -6,7 +6,18 @@ from xml.etree.ElementTree import Element, fromstring, tostring
 
 import pytest
 
-from kimi_eagle.bench.svg import Bar, Series, columns, h, lines, number, stacked, ticks
+from kimi_eagle.bench.svg import (
+    Bar,
+    Series,
+    columns,
+    h,
+    lines,
+    number,
+    ranges,
+    shares,
+    stacked,
+    ticks,
+)
 
 NS = "{http://www.w3.org/2000/svg}"
 
@@ -52,6 +63,49 @@ def test_points_that_are_no_numbers_do_not_break_a_figure() -> None:
     (line,) = svg.iter(NS + "polyline")
     assert len(line.get("points").split()) == 1
     assert not list(parsed(lines([], "step")).iter(NS + "polyline"))
+
+
+def test_ranges_place_values_by_their_gain() -> None:
+    """The axis begins at what means nothing gained; the interval's line goes from end to end."""
+    bars = [
+        Bar("chat", 1.5, low=1.25, high=1.75, at={"data-at": "/x"}),
+        Bar("a name too long for its place", 2.0),
+    ]
+    svg = parsed(ranges(bars, "acceptance length", low=1.0))
+    dots = {float(c.get("data-value")): float(c.get("cx")) for c in svg.iter(NS + "circle")}
+    (line,) = [e for e in svg.iter(NS + "line") if e.get("class") == "range"]
+    left = min(float(e.get("x1")) for e in svg.iter(NS + "line") if e.get("class") == "grid")
+    assert dots[2.0] - left == pytest.approx(2 * (dots[1.5] - left), rel=1e-3)
+    ends = float(line.get("x1")) - left, float(line.get("x2")) - left
+    assert ends[1] == pytest.approx(3 * ends[0], rel=1e-3)
+    marked = [e for e in svg.iter() if e.get("data-at") == "/x"]
+    assert [e.tag for e in marked] == [NS + "circle", NS + "text"] and marked[1].text == "1.50"
+    labels = [e[0].text for e in svg.iter(NS + "text") if len(e)]
+    assert labels == ["chat", "a name too long for its place"]  # whole in the tooltip
+
+
+def test_shares_fill_their_row() -> None:
+    at = {"data-at": "/shares/moe"}
+    row = [("communication", 0.5, {}), ("moe", 0.48, at), ("rest", 0.02, {}), ("none", 0.0, {})]
+    svg = parsed(shares([("alone", row)]))
+    assert values(svg, "rect") == [0.5, 0.48, 0.02]
+    assert [t.text for t in svg.iter(NS + "text")] == ["alone", "50%", "48%"]
+    assert [e.tag for e in svg.iter() if e.get("data-at")] == [NS + "rect", NS + "text"]
+    assert sum(float(r.get("width")) + 1 for r in svg.iter(NS + "rect")) == pytest.approx(308)
+
+
+def test_named_ticks_and_a_level_of_its_own() -> None:
+    one = Series("a", [(0.0, 1.5), (4.0, 0.8)], dots=True, at=[{"data-at": "/0"}, {}])
+    other = Series("b", [(0.0, 1.5), (4.0, 0.8)])
+    svg = parsed(lines([one, other], "batch", x_names=[(0, "1"), (4, "16")], level=1.0))
+    ticks_shown = [t.text for t in svg.iter(NS + "text") if t.get("class") == "tick mid"]
+    assert ticks_shown == ["1", "16", "batch"]
+    (level,) = [e for e in svg.iter(NS + "line") if e.get("class") == "level"]
+    high, low = (float(c.get("cy")) for c in svg.iter(NS + "circle"))
+    assert high < float(level.get("y1")) < low
+    assert [c.get("data-at") for c in svg.iter(NS + "circle")] == ["/0", None]
+    names = [float(t.get("y")) for t in svg.iter(NS + "text") if t.get("class", "")[:4] == "name"]
+    assert abs(names[0] - names[1]) >= 14  # equal ends, and both can be read
 
 
 def test_text_is_escaped_wherever_it_goes() -> None:
