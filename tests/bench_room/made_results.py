@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import traces
+
+from kimi_eagle.bench import breakdown
 from kimi_eagle.bench.draftdir import DraftInfo
 from kimi_eagle.bench.measure import Case, Measurement, Run, Spec
 from kimi_eagle.bench.plan import Load
@@ -119,36 +123,18 @@ def made_results(dtype: str = "bfloat16", loops: tuple[int, ...] = (3, 8)) -> di
         "prompts": 1, "compared": 12, "not_compared": 0,
         "examples": [{"prompt": "held:7", "trained": "chat: row 3", "words": "one two three"}],
     }  # fmt: skip
-    data["details"]["breakdown"] = {"baseline": _breakdown(0.515), "draft": _breakdown(0.0)}
+    data["details"]["breakdown"] = {"baseline": _breakdown(1, None), "draft": _breakdown(1, K)}
     return json.loads(json.dumps(data))
 
 
-def _breakdown(communication: float) -> dict[str, Any]:
-    """As breakdown.combined gives it, of eight ranks."""
-    left = 1 - communication
-    shares = {
-        "communication": communication, "attention": 0.15 * left, "moe": 0.6 * left,
-        "dense": 0.21 * left, "rest": 0.04 * left,
-    }  # fmt: skip
-    return {
-        "device": "cuda",
-        "steps": {"number": 64, "with_prefill": 0, "requests": 1.0, "tokens": 4.0},
-        "shares": shares,
-        "seconds": {kind: 1.7 * share for kind, share in shares.items()},
-        "wall_seconds": 1.93,
-        "busy_seconds": 1.7,
-        "idle_share": 1 - 1.7 / 1.93,
-        "communication_least": 0.7 * communication,
-        "longest": [
-            {"name": f"void a_kernel_with_arguments<{'int, ' * 30}>", "kind": "moe",
-             "seconds": 0.41, "calls": 3840},
-        ],
-        "ranks": [],
-        "batch_size": 1,
-        "k": K,
-        "context_tokens": 300.5,
-        "asked_steps": 64,
-    }  # fmt: skip
+def _breakdown(batch: int, k: int | None) -> dict[str, Any]:
+    """Of two ranks with the kernels of traces.cuda, as breakdown.profiled adds to it."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"rank{i}.pt.trace.json" for i in range(2)]
+        for file in files:
+            file.write_text(json.dumps(traces.cuda(4)))
+        found = breakdown.combined(files)
+    return found | {"batch_size": batch, "k": k, "context_tokens": 300.5, "asked_steps": 4}
 
 
 def _measured(spec: Spec, case: Case, run: Run) -> Measurement:

@@ -9,9 +9,8 @@ from xml.etree.ElementTree import Element
 from kimi_eagle.bench.shown import Place
 from kimi_eagle.bench.svg import h, shares
 from kimi_eagle.bench.tables import figure, folded, quiet, section, table
+from kimi_eagle.bench.trace import KINDS
 
-KINDS = ("communication", "attention", "moe", "dense", "rest")
-"""As in trace.py, whose order is that of the colours."""
 ENGINES = (("baseline", "verifier alone"), ("draft", "with the draft"))
 
 
