@@ -146,7 +146,9 @@ def test_a_report_is_quiet_fits_and_says_what_the_results_say(
     else:
         # Each row's figures, each draft, each prompt: nothing that was measured is kept quiet.
         names = ("acceptance_length", "speedup", "intervals/acceptance_length/0", "left_out",
-                 "tokens_per_second/draft", "time_to_first_token/draft/p90")  # fmt: skip
+                 "tokens_per_second/draft", "time_to_first_token/draft/p90",
+                 "drafts", "all_prompts/acceptance_length", "mean_in_flight/draft",
+                 "warm_up/draft/tokens")  # fmt: skip
         rows = [f"/details/{part}/{i}" for part in ("batch_sizes", "sweeps")
                 for i in range(len(results["details"][part]))]  # fmt: skip
         assert {f"{row}/{name}" for row in rows for name in names} <= shown

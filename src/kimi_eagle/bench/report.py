@@ -102,6 +102,7 @@ def _benchmark(results: Place, validation: Sequence[Any]) -> list[Element | None
         report_breakdown.breakdown_table(results),
         report_tables.latency_table(results),
         report_tables.floor_table(results),
+        report_tables.count_table(results),
         report_tables.prompt_table(results),
         report_tables.engine_table(results),
     ]

@@ -239,6 +239,34 @@ def _agreement(place: Place) -> list[Element]:
     ]
 
 
+def count_table(results: Place) -> Element | None:
+    """What the figures were made of, and what was left out of them."""
+
+    def cells(row: Place) -> list[Any]:
+        kinds = ("baseline", "draft")
+        return [
+            row.to("drafts").figure(),
+            row.to("draft_tokens").figure(),
+            row.to("accepted_tokens").figure(),
+            row.to("all_prompts", "acceptance_length").figure(".3f"),
+            row.to("all_prompts", "speedup").figure(".2f", "×"),
+            *(row.to("output_tokens", kind).figure() for kind in kinds),
+            *(row.to("seconds", kind).figure() for kind in kinds),
+            *(row.to("mean_in_flight", kind).figure() for kind in kinds),
+            row.to("warm_up", "draft", "prompts").figure(),
+            row.to("warm_up", "draft", "tokens").figure(),
+        ]
+
+    titles = (
+        "drafts", "tokens drafted", "accepted", "length with loops", "speed-up with loops",
+        "tokens without", "tokens with", "seconds without", "seconds with", "in flight without",
+        "in flight with", "prompts of the warm-up", "its tokens",
+    )  # fmt: skip
+    note = quiet("Of all prompts. In flight: requests on average. A warm-up is counted nowhere.")
+    found = _tables(results, titles, cells)
+    return folded("Counts", note, *found) if found else None
+
+
 def engine_table(results: Place) -> Element | None:
     """The engine loads, and what the figures were measured with."""
     details = results.to("details")
