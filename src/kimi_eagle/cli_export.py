@@ -38,7 +38,8 @@ def export(
 
     --without-embedding: vLLM (one pipeline stage) and SGLang take the verifier's in its place.
     --for sglang: names, layer ids and config as SGLang's EAGLE-3 reader takes them; drafts that it
-    would compute in another way are refused, those with norm_before_fc among them.
+    would compute in another way are refused, those with norm_before_fc among them: [train.draft]
+    says how one is trained that both servers take.
 
     \b
     Examples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from kimi_eagle.typed_toml import Section
 
@@ -28,6 +28,26 @@ class DraftSection(Section):
     """Rotary parameters as transformers names them (rope_type, rope_theta, factor, mscale, ...);
     `type`, as the older layout of a config.json says, is read as rope_type."""
     norm_before_residual: bool = True
+    """Whether the normed state is the residual of the first layer, or the state itself."""
+    norm_before_fc: bool = True
+    """One norm over the states together before fc, which makes one of them. The states may be
+    large (25,000 in SmolLM2)."""
+    fc_norm: bool = False
+    """One norm for each of the states instead; set norm_before_fc = false."""
+    norm_output: bool = True
+    """Whether the next draft step is fed the state after the last norm, or the one before it.
+
+    vLLM takes all of these. SGLang takes no norm_before_fc and no norm_before_residual; fc_norm and
+    norm_output since its pull request 24663. So for both servers: norm_before_residual = false,
+    norm_before_fc = false, fc_norm = true, and for an older SGLang fc_norm and norm_output = false.
+    """
+
+    @model_validator(mode="after")
+    def _one_norm(self) -> DraftSection:
+        """As Eagle3SpeculatorConfig has it (speculators 0.9.0, _check_norm_flags)."""
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("fc_norm: expected norm_before_fc = false beside it")
+        return self
 
     @field_validator("rope")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def heads_of_three(place: Place) -> None:
 
 def wider(draft: Draft) -> None:
     draft.config["transformer_layer_config"]["intermediate_size"] = 256
+
+
+def trained_with(said: dict[str, bool], *changes: Callable[[Draft], None]):
+    """A draft beside a recipe that says these switches of its norms."""
+
+    def change(place: Place) -> None:
+        with_draft(both(*changes))(place)
+        place.recipe["train"]["draft"] = place.recipe["train"].get("draft", {}) | said
+
+    return change
+
+
+def no_input_norm(draft: Draft) -> None:
+    del draft.tensors["input_norm.weight"]
 
 
 def d2t(array: np.ndarray, t2d: np.ndarray | None = None):
@@ -271,6 +286,18 @@ CASES = [
     case("draft-rope-theta", set_layer(rope_parameters=None), "no rotary parameters"),
     case("draft-norms", set_layer(rms_norm_eps=1e-6), "rms_norm_eps 1e-06"),
     case("draft-norms", set_config(norm_before_residual=False), "norm_before_residual False"),
+    Case(
+        "draft-norms",
+        trained_with({"norm_output": False}),
+        "norm_output True",
+        trained_with({"norm_output": False}, set_config(norm_output=False)),
+    ),
+    Case(
+        "draft-norms",
+        trained_with({"norm_before_fc": True}, set_config(norm_before_fc=False), no_input_norm),
+        "norm_before_fc False",
+        trained_with({"norm_before_fc": True, "fc_norm": False}),
+    ),
     case("draft-tokens", set_layer(eos_token_id=[259]), "eos_token_id [259]"),
     Case(
         "draft-tokens",

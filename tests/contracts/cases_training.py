@@ -211,6 +211,12 @@ CASES = [
     ),
     Case("training-from-shape", shaped(head_dim=32), "train.draft.head_dim is 32", GOOD),
     Case(
+        "training-from-shape",
+        shaped(norm_before_fc=False),
+        "train.draft.norm_before_fc is False, the draft has True",
+        shaped(norm_before_fc=True, fc_norm=False, norm_output=True),
+    ),
+    Case(
         "training-from-layers",
         starting(set_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2])),
         "the draft reads layers [0, 1, 2]",

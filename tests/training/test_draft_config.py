@@ -145,3 +145,61 @@ def test_draft_vocabulary_larger_than_the_verifiers_is_refused(verifier):
             ttt_steps=1,
             attention="sdpa",
         )
+
+
+def test_the_norms_follow_the_recipe(verifier, tmp_path):
+    """Each form has the tensors that its config asks for, and the forms for both servers are not
+    refused by the export for SGLang."""
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    from kimi_eagle.publishing import sglang
+    from kimi_eagle.training.draft_config import speculator_config
+    from kimi_eagle.training.draftfiles import DraftFiles, tensor_shapes
+
+    both = {"norm_before_residual": False, "norm_before_fc": False}
+    forms = {
+        "ours": ({}, ["input_norm.weight"], None),
+        "each": (both | {"fc_norm": True}, [f"fc_norm.{i}.weight" for i in range(3)],
+                 ["fc_norm", "norm_output"]),
+        "plain": (both | {"norm_output": False}, [], []),
+    }  # fmt: skip
+    for name, (said, norms, newer) in forms.items():
+        config = speculator_config(
+            DraftSection(**said),
+            verifier.path,
+            verifier.config,
+            layers=(2, 15, 27, 30),
+            draft_vocab_size=32,
+            ttt_steps=3,
+            attention="sdpa",
+        )
+        model = Eagle3DraftModel(config=config)
+        model._keys_to_ignore_on_save = [*model._keys_to_ignore_on_save, "embed_tokens.weight"]
+        model.save_pretrained(tmp_path / name)
+        draft = DraftFiles(tmp_path / name)
+        own = {n: e["shape"] for n, e in draft.tensors.items() if n not in ("t2d", "d2t")}
+        assert own == {n: s for n, s in tensor_shapes(draft).items() if n != "d2t"}, name
+        assert [n for n in own if n in ("input_norm.weight",) or "fc_norm" in n] == norms
+        if newer is None:
+            with pytest.raises(UsageError, match="norm_before_fc = false and fc_norm = true"):
+                sglang.refuse(draft)
+        else:
+            sglang.refuse(draft)
+            assert sglang.needs_newer(draft) == newer
+
+
+def test_two_norms_of_the_states_are_refused():
+    with pytest.raises(ValueError, match="expected norm_before_fc = false beside it"):
+        DraftSection(fc_norm=True)
+
+
+def test_drafts_that_were_trained_before_the_recipe_spoke_of_norms_stay_done(recipe_for):
+    """The key has the younger switches only where they change the draft."""
+    from kimi_eagle.stages.train import of_recipe
+
+    plain = of_recipe(recipe_for())["draft"]
+    assert not {"norm_before_fc", "fc_norm", "norm_output"} & set(plain)
+    said = {"norm_before_fc": True, "fc_norm": False, "norm_output": True}
+    assert of_recipe(recipe_for(draft=said))["draft"] == plain
+    other = of_recipe(recipe_for(draft={"norm_output": False}))["draft"]
+    assert other == plain | {"norm_output": False}

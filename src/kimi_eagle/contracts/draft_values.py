@@ -127,7 +127,8 @@ def positions(facts: Facts) -> Iterator[Problem | Note]:
     why="vLLM 0.31.0 (llama_eagle3.py) reads rms_norm_eps, norm_before_residual and norm_output "
     "from config.json, no weight knows them: another value loads and costs acceptance.",
     how="rms_norm_eps and norm_before_residual against the recipe, or the draft that training "
-    "started from; norm_output, which drafts of other makers lack, is told.",
+    "started from; norm_before_fc, fc_norm and norm_output where the recipe says them. That "
+    "norm_output is missing, as in drafts of other makers, is told.",
     fix=f"correct config.json {ON_PURPOSE}",
     after=FITS,
 )
@@ -144,9 +145,14 @@ def norms(facts: Facts) -> Iterator[Problem | Note]:
         "rms_norm_eps": draft.shape()["rms_norm_eps"],
         "norm_before_residual": draft.config.get("norm_before_residual", True),
     }
+    if facts.recipe.train.from_ is None:
+        said = told.model_fields_set & {"norm_before_fc", "fc_norm", "norm_output"}
+        wanted |= {key: getattr(told, key) for key in sorted(said)}
+        has |= {key: bool(draft.config.get(key, False)) for key in said}
     for key, value in wanted.items():
         if has[key] != value:
             yield in_config(facts, f"{key} {has[key]}", value)
             return
-    if not draft.config.get("norm_output") and draft.config.get("norm_before_fc"):
-        yield Note("norm_output is not set, which training here always sets")
+    silent = "norm_output" not in told.model_fields_set
+    if silent and not draft.config.get("norm_output") and draft.config.get("norm_before_fc"):
+        yield Note("norm_output is not set, which training here sets where nothing else is said")

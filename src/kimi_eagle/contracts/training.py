@@ -247,6 +247,14 @@ def from_verifier(facts: Facts) -> Iterator[Problem | Note]:
 
 
 SHAPE = ("hidden_act", "num_attention_heads", "num_key_value_heads", "head_dim")
+NORMS = {
+    "norm_before_residual": True,
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+}
+"""Switches of the norms, and what vLLM 0.31.0 takes where a speculators config is silent
+(transformers_utils/configs/speculators/algos.py)."""
 SHAPE_ALL = (*SHAPE, "intermediate_size", "max_position_embeddings")
 
 
@@ -265,9 +273,9 @@ def from_shape(facts: Facts) -> Iterator[Problem]:
     pairs = {f"train.draft.{k}": (getattr(told, k), own.get(k)) for k in SHAPE_ALL}
     if "layers" in told.model_fields_set:
         pairs["train.draft.layers"] = told.layers, own.get("num_hidden_layers")
-    if "norm_before_residual" in told.model_fields_set:
-        before = start.config.get("norm_before_residual", True)
-        pairs["train.draft.norm_before_residual"] = told.norm_before_residual, before
+    for key, default in NORMS.items():
+        if key in told.model_fields_set:
+            pairs[f"train.draft.{key}"] = getattr(told, key), start.config.get(key, default)
     pairs["vocab.draft_vocab_size"] = facts.recipe.vocab.draft_vocab_size, start.draft_vocab_size
     if told.rope is not None:
         ropes = rope_parameters({"rope_parameters": told.rope}), rope_parameters(start.layer)

@@ -70,8 +70,8 @@ def refuse(draft: DraftFiles) -> None:
                 f"SGLang cannot serve this draft: {what}",
                 where=draft.path / "config.json",
                 expected=expected,
-                fix="export it --for vllm; a draft for SGLang starts from one of that shape "
-                "([train] from), for training here norms the states before fc",
+                fix="export it --for vllm; to train one for SGLang, say norm_before_residual = "
+                "false, norm_before_fc = false and fc_norm = true in [train.draft]",
             )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 FORMAT = "draft/1"
 LATER = {"accumulate": 1, "parallel": "ddp"}
+LATER_OF_DRAFT = {"norm_before_fc": True, "fc_norm": False, "norm_output": True}
 """Fields younger than the format: in the key where they are set, so that older drafts stay done."""
 INDEX = ".index.parquet"
 
@@ -56,7 +57,11 @@ def plan(ctx: Context) -> list[Unit]:
 def of_recipe(recipe: Recipe) -> dict[str, Any]:
     """The recipe's part of the key; the draft to start from has a part of its own."""
     data = recipe.train.model_dump(mode="json", exclude=NOT_IN_KEY | {"from_"})
-    return {k: v for k, v in data.items() if k not in LATER or v != LATER[k]}
+    return _without(LATER, data) | {"draft": _without(LATER_OF_DRAFT, data["draft"])}
+
+
+def _without(later: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in data.items() if k not in later or v != later[k]}
 
 
 def work(ctx: Context, worker: Worker) -> None:

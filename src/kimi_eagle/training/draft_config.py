@@ -1,7 +1,8 @@
 """The draft model's config, as speculators trains it and vLLM loads it.
 
 Takes the shape (shape.py) and says the rest: which states feed the draft, its vocabulary, its
-norms, and where the verifier lies.
+norms, and where the verifier lies. The norms' defaults in the recipe are those of speculators'
+command line for eagle3 (0.9.0, train/config/schema.py); its config class says False to all.
 """
 
 from __future__ import annotations
@@ -19,13 +20,6 @@ from kimi_eagle.errors import UsageError
 from kimi_eagle.recipe import DraftSection
 from kimi_eagle.training.shape import decoder_shape
 from kimi_eagle.training.shape import rope_parameters as rope_parameters
-
-NORM_BEFORE_FC = True
-"""One RMSNorm over the concatenated states before `fc`: they reach 25,000 in SmolLM2. As
-speculators' command line has it for eagle3 (0.9.0, train/config/schema.py; its config class
-says False)."""
-NORM_OUTPUT = True
-"""The normed state feeds the next draft step, so that magnitudes do not drift (as above)."""
 
 
 def speculator_config(
@@ -59,8 +53,9 @@ def speculator_config(
         transformer_layer_config=decoder,
         draft_vocab_size=draft_vocab_size,
         norm_before_residual=draft.norm_before_residual,
-        norm_before_fc=NORM_BEFORE_FC,
-        norm_output=NORM_OUTPUT,
+        norm_before_fc=draft.norm_before_fc,
+        fc_norm=draft.fc_norm,
+        norm_output=draft.norm_output,
         eagle_aux_hidden_state_layer_ids=[int(k) for k in layers[:-1]],
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
