@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kimi_eagle.shards import ShardSet
@@ -144,23 +144,37 @@ def test_a_sample_is_read_once_an_epoch_and_not_long_before(loaders, corpus, rea
 
 
 def test_skipped_steps_are_not_read(loaders, corpus, reads):
-    """As speculators' Trainer goes on within an epoch."""
-    from speculators.train.trainer import Trainer
-
     loader = loaders(corpus.shards)[0]
     loader.batch_sampler.set_epoch(1)
     whole = list(loader)
     reads.clear()
-    state = SimpleNamespace(
-        current_epoch=1, _resume_local_step=3, train_loader=loader, global_step=3
-    )
-    assert Trainer._prepare_resume_skip(state, 1) == 3
-    assert len(loader) == len(whole) - 3
+    loader.batch_sampler.set_epoch(1, first_step=3)
     assert all(same(got, want) for got, want in zip(loader, whole[3:], strict=True))
     left_out = {i for batch in loader.batch_sampler.sampling.batches(1)[:3] for i in batch}
     assert not left_out & set(reads) and len(reads) == SPLIT - len(left_out)
     loader.batch_sampler.set_epoch(2)
-    assert len(loader) == loader.batch_sampler.sampling.steps(2), "the next epoch is whole"
+    assert len(list(loader)) == loader.batch_sampler.sampling.steps(2), "the next epoch is whole"
+
+
+def test_a_rank_that_accumulates_gets_the_batches_of_several():
+    from kimi_eagle.training.dataset import ShardBatchSampler
+
+    def steps(ranks: int, accumulate: int, first_step: int = 0) -> list[list[list[int]]]:
+        """By step, the batches of all ranks."""
+        sampling = Sampling(lengths, SEQ_LEN, ranks=ranks * accumulate)
+        found = []
+        for rank in range(ranks):
+            sampler = ShardBatchSampler(sampling, rank, accumulate)
+            sampler.set_epoch(1, first_step)
+            flat = [batch.tolist() for batch in sampler]
+            found.append([flat[i : i + accumulate] for i in range(0, len(flat), accumulate)])
+        return [sum(parts, []) for parts in zip(*found, strict=True)]
+
+    lengths = np.random.default_rng(0).integers(5, SEQ_LEN, 100)
+    four = steps(4, 1)
+    assert len(four) > 10 and all(len(batches) == 4 for batches in four)
+    assert steps(2, 2) == steps(1, 4) == four
+    assert steps(2, 2, first_step=7) == four[7:]
 
 
 def test_the_thread_ends_with_the_iteration(loaders, corpus):
