@@ -71,13 +71,16 @@ class TrainSection(Section):
     seq_len: int = Field(default=2048, ge=16)
     """Tokens packed into one batch of a rank."""
     accumulate: int = Field(default=1, ge=1)
-    """Batches of a rank whose gradients make one optimizer step: 2 ranks with accumulate 4 make the
-    same steps as 8 ranks with 1, and a run may go on with the one or the other."""
+    """Batches of a rank whose gradients make one optimizer step: 2 ranks with 4 make the same steps
+    as 8 ranks with 1. Other ranks that go on with a run keep its steps where their number divides
+    the batches of one, whatever is said here."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Several ranks: each holds the whole draft and its optimizer (ddp), or a share (fsdp)."""
     ranks: int = Field(default=1, ge=1)
     """Processes that train, where training is on CPUs; on GPUs one for each of the job. In no key:
-    another number may go on with a run."""
+    others may go on with a run. Where they cannot keep its steps (see accumulate), the samples that
+    are left of the epoch come in other steps, less than one step's are left out, and the learning
+    rate goes on from where it was."""
     ttt_steps: int = Field(default=3, ge=1)
     """Test-time-training depth: draft steps unrolled in the loss."""
     ttt_step_loss_decay: float = Field(default=1.0, gt=0)

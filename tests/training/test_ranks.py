@@ -17,6 +17,9 @@ from kimi_eagle.shards import ShardSet
 TOLERANCE = 2e-3
 """Relative, of each step's loss over a whole run: rounding of sums, which Muon's steps enlarge."""
 
+LONG = {"epochs": 3, "validation_share": 0.2}
+"""Enough samples to validate with for four ranks."""
+
 
 @pytest.fixture
 def ranks(verifier, corpus, monkeypatch):
@@ -75,8 +78,8 @@ def test_two_ranks_are_one_with_accumulation(ranks, run, recipe_for, tmp_path):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("count", [2, 4])
 def test_ranks_equal_accumulation(ranks, run, recipe_for, tmp_path, parallel, count):
-    many = ranks(recipe_for(epochs=3, parallel=parallel), tmp_path / "ranks", count)
-    one = run(recipe_for(epochs=3, accumulate=count), tmp_path / "one")
+    many = ranks(recipe_for(**LONG, parallel=parallel), tmp_path / "ranks", count)
+    one = run(recipe_for(**LONG, accumulate=count), tmp_path / "one")
     assert (many.steps, many.tokens) == (one.steps, one.tokens)
     compare(tmp_path / "ranks", tmp_path / "one")
     val = [[x["val_loss"] for x in lines_of(tmp_path / d, "val_loss")] for d in ("ranks", "one")]
@@ -86,13 +89,13 @@ def test_ranks_equal_accumulation(ranks, run, recipe_for, tmp_path, parallel, co
 @pytest.mark.campaign
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_go_on_with_the_steps_of_two(ranks, run, recipe_for, tmp_path, parallel):
-    recipe = recipe_for(epochs=3, accumulate=2, parallel=parallel)
+    recipe = recipe_for(**LONG, accumulate=2, parallel=parallel)
     first = ranks(recipe, tmp_path / "ranks", 2, stop_at=3)
     assert first.interrupted
     second = ranks(recipe, tmp_path / "ranks", 4, stop_at=first.steps + 3)
     assert second.interrupted and second.steps > first.steps
     last = run(recipe, tmp_path / "ranks")
-    one = run(recipe_for(epochs=3, accumulate=4), tmp_path / "one")
+    one = run(recipe_for(**LONG, accumulate=4), tmp_path / "one")
     assert not last.interrupted and (last.steps, last.tokens) == (one.steps, one.tokens)
     compare(tmp_path / "ranks", tmp_path / "one")
 
@@ -100,7 +103,7 @@ def test_four_ranks_go_on_with_the_steps_of_two(ranks, run, recipe_for, tmp_path
 @pytest.mark.campaign
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_go_on_with_steps_of_their_own(ranks, recipe_for, tmp_path, parallel):
-    recipe = recipe_for(epochs=3, parallel=parallel)
+    recipe = recipe_for(**LONG, parallel=parallel)
     first = ranks(recipe, tmp_path, 2, stop_at=3)
     assert first.interrupted
     last = ranks(recipe, tmp_path, 4)
