@@ -109,6 +109,17 @@ def test_heldout_prompts_are_enough_and_not_among_the_others() -> None:
     assert not set(trained) & set(held)
 
 
+def test_long_recipe_trains_on_none_of_its_heldout_prompts() -> None:
+    from kimi_eagle.bench.overlap import near_duplicates
+    from kimi_eagle.data.sources import select
+
+    recipe = recipes.load(ROOT / "jobs/smollm2-long.toml")
+    chosen = select(recipe.sources, recipe.seed, by_prompt=True)
+    assert len(chosen.rows) == 1499 and not chosen.rejects
+    found = near_duplicates(recipe, chosen.rows)
+    assert (found["prompts"], found["compared"]) == (0, 32)
+
+
 def wrong(tmp_path: Path, text: str) -> str:
     """The one line that a recipe with this text gets."""
     path = tmp_path / "wrong.toml"
