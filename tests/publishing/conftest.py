@@ -55,12 +55,12 @@ LAYER = {
 class World:
     """A folder with verifier, recipe and run; `finish` puts a draft and its figures there."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, recipe: str = RECIPE):
         self.path, self.recipe = path, path / "mini.toml"
         self.verifier = path / "verifier"
         self.verifier.mkdir()
         (self.verifier / "LICENSE").write_text("\n   Apache License\n  Version 2.0, January 2004\n")
-        self.recipe.write_text(RECIPE)
+        self.recipe.write_text(recipe)
         self.run = create_run(path / "run")
         follow(self.run, load(self.recipe), self.recipe)
 
@@ -81,8 +81,11 @@ class World:
         assert ledger.create_record(unit, {**head, "attempt": 1, "ended": 2.0, **about})
         return unit.key, entries
 
-    def finish(self, *, measured: bool = True, **config: Any) -> None:
-        """prepare, train (with RUN/draft) and benchmark. config: over the draft's own."""
+    def finish(
+        self, *, measured: bool = True, made: dict[str, bytes] | None = None, **config: Any
+    ) -> None:
+        """prepare, train (with RUN/draft) and benchmark. made: the draft's files, else one of
+        random numbers; config: over that one's own."""
         self.record(
             "prepare",
             {"rejects.jsonl": b"", **{f"0000{i}.tokens.parquet": b"PAR1%d" % i for i in (0, 1)}},
@@ -91,7 +94,7 @@ class World:
                     "rejected_rows": 3},
             info={"by_source": {"chat": 1000, "code": 500}, "rejects": {"unknown-role": 3}},
         )  # fmt: skip
-        made = draft_files(self.path, **config)
+        made = made or draft_files(self.path, **config)
         key, entries = self.record("train", {f"draft/{n}": b for n, b in made.items()}, {"a": 1})
         self.run.draft.mkdir()
         for name, data in made.items():
@@ -162,6 +165,12 @@ def results() -> dict[str, Any]:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
+
+
+@pytest.fixture
+def world_of(tmp_path: Path):
+    """A world with a recipe of the test's own."""
+    return lambda recipe: World(tmp_path, recipe)
 
 
 @pytest.fixture
