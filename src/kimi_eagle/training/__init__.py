@@ -16,6 +16,7 @@ states.py        what they hold of model, optimizers and random numbers, for any
 trainer.py       speculators' Trainer with those checkpoints and a stop between steps
 steps.py         its epoch: accumulation, the guard of loss and gradient
 watchdog.py      who hangs, who lags
+estimate.py      the acceptance that a server will show, told from validation samples
 curves.py        the metrics of a run: curves.jsonl beside speculators' own TensorBoard log
 nodes.py         torchrun over several nodes of a job
 loop.py          `train`: the run, put together
