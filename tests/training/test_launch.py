@@ -37,6 +37,18 @@ def losses(workdir: Path) -> list[float]:
     return [x["loss"] for x in lines if "loss" in x]
 
 
+def test_ranks_are_those_of_the_recipe_where_there_is_no_gpu(recipe_for, monkeypatch) -> None:
+    import torch
+
+    from kimi_eagle.training.launch import ranks_here
+
+    assert ranks_here(recipe_for()) == 1
+    assert ranks_here(recipe_for(ranks=3)) == 3
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert ranks_here(recipe_for(ranks=3)) == 3, "train.device is cpu"
+    assert ranks_here(recipe_for(device="auto", ranks=3)) == 8
+
+
 @pytest.mark.campaign
 def test_stopped_under_torchrun_and_finished_in_process(ranks, run, recipe_for, tmp_path) -> None:
     progress: list[dict] = []
