@@ -20,6 +20,9 @@ TOLERANCE = 2e-3
 LONG = {"epochs": 3, "validation_share": 0.2}
 """Enough samples to validate with for four ranks."""
 
+LONGER = {**LONG, "epochs": 8}
+"""A stop is seen twice a second: on an idle machine ten steps may have gone by."""
+
 
 @pytest.fixture
 def ranks(verifier, corpus, monkeypatch):
@@ -89,13 +92,13 @@ def test_ranks_equal_accumulation(ranks, run, recipe_for, tmp_path, parallel, co
 @pytest.mark.campaign
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_go_on_with_the_steps_of_two(ranks, run, recipe_for, tmp_path, parallel):
-    recipe = recipe_for(**LONG, accumulate=2, parallel=parallel)
-    first = ranks(recipe, tmp_path / "ranks", 2, stop_at=3)
+    recipe = recipe_for(**LONGER, accumulate=2, parallel=parallel)
+    first = ranks(recipe, tmp_path / "ranks", 2, stop_at=4)
     assert first.interrupted
-    second = ranks(recipe, tmp_path / "ranks", 4, stop_at=first.steps + 3)
+    second = ranks(recipe, tmp_path / "ranks", 4, stop_at=first.steps + 2)
     assert second.interrupted and second.steps > first.steps
     last = run(recipe, tmp_path / "ranks")
-    one = run(recipe_for(**LONG, accumulate=4), tmp_path / "one")
+    one = run(recipe_for(**LONGER, accumulate=4), tmp_path / "one")
     assert not last.interrupted and (last.steps, last.tokens) == (one.steps, one.tokens)
     compare(tmp_path / "ranks", tmp_path / "one")
 
@@ -103,8 +106,8 @@ def test_four_ranks_go_on_with_the_steps_of_two(ranks, run, recipe_for, tmp_path
 @pytest.mark.campaign
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_four_ranks_go_on_with_steps_of_their_own(ranks, recipe_for, tmp_path, parallel):
-    recipe = recipe_for(**LONG, parallel=parallel)
-    first = ranks(recipe, tmp_path, 2, stop_at=3)
+    recipe = recipe_for(**LONGER, parallel=parallel)
+    first = ranks(recipe, tmp_path, 2, stop_at=4)
     assert first.interrupted
     last = ranks(recipe, tmp_path, 4)
     lines = lines_of(tmp_path)
