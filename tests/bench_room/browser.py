@@ -73,13 +73,13 @@ class Browser:
             os.close(fd)
         self._in, self._out = ours_in, ours_out
         self._rest, self._events, self._count = b"", [], 0
-        self.session: str | None = None
+        self.page: str | None = None
         self.requests: list[str] = []
         self.console: list[str] = []
         targets = self.call("Target.getTargets")["targetInfos"]
         page = next(t["targetId"] for t in targets if t["type"] == "page")
         attached = self.call("Target.attachToTarget", targetId=page, flatten=True)
-        self.session = attached["sessionId"]
+        self.page = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -87,8 +87,8 @@ class Browser:
         """The result of one command; AssertionError with the browser's words where it fails."""
         self._count += 1
         message = {"id": self._count, "method": method, "params": parameters}
-        if self.session:
-            message["sessionId"] = self.session
+        if self.page:
+            message["sessionId"] = self.page
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while (answer := self._read()).get("id") != self._count:
             self._note(answer)
@@ -123,7 +123,7 @@ class Browser:
         path.write_bytes(base64.b64decode(found["data"]))
 
     def close(self) -> None:
-        self.session = None
+        self.page = None
         with contextlib.suppress(OSError, AssertionError):
             self.call("Browser.close")
         try:

@@ -181,10 +181,11 @@ def test_odd_results_do_not_break_the_page() -> None:
     whole, nowhere = made_results(), Path("/nowhere")
     row = whole["details"]["batch_sizes"][0]
     for odd in (None, "?", [3], {"a": [3]}, float("nan"), True):
+        details = {"batch_sizes": [dict.fromkeys(row, odd)], "sweeps": [odd]}
+        assert render(ReportData("x", results={**whole, "details": details}), nowhere)
+    for odd in (None, "?", [3], {"a": [3]}):
         results = {**dict.fromkeys(whole, odd), "details": whole["details"]}
         assert render(ReportData("x", results=results), nowhere)
-        details = {**whole["details"], "batch_sizes": [dict.fromkeys(row, odd)], "sweeps": []}
-        assert render(ReportData("x", results={**whole, "details": details}), nowhere)
         for name in ("batch_sizes", "sweeps", "drafts", "by_category", "prompts", "loops", "floor",
                      "near_duplicates", "engines", "versions", "breakdown"):  # fmt: skip
             details = {**whole["details"], name: odd}
