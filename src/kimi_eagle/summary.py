@@ -15,7 +15,7 @@ from kimi_eagle.stages.context import Context
 from kimi_eagle.survey import StageState, all_workers, survey, times
 
 if TYPE_CHECKING:
-    from kimi_eagle.bench.report_many import Side
+    from kimi_eagle.report.compared import Side
 
 
 def stage_rows(ctx: Context, states: list[StageState] | None = None) -> list[dict[str, Any]]:
@@ -92,8 +92,8 @@ def curves_of(ctx: Context, states: list[StageState]) -> Path | None:
 
 def write_report(ctx: Context) -> None:
     """RUN/report.html from what there is so far."""
-    from kimi_eagle.bench.report import ReportData
-    from kimi_eagle.bench.report import write_report as write
+    from kimi_eagle.report.page import ReportData
+    from kimi_eagle.report.page import write_report as write
 
     states = survey(ctx)
     prepared, mapping, trained, measured = (
@@ -131,7 +131,7 @@ def write_comparison(paths: Sequence[str], out: Path) -> None:
 
     UsageError for a path that is no run, and where `out` cannot be written.
     """
-    from kimi_eagle.bench.report_many import write_comparison as write
+    from kimi_eagle.report.compared import write_comparison as write
 
     runs = [open_run(path) for path in paths]
     sides = [_side(run, name) for run, name in zip(runs, _names(runs), strict=True)]
@@ -152,8 +152,8 @@ def _names(runs: Sequence[RunDir]) -> list[str]:
 
 def _side(run: RunDir, name: str) -> Side:
     """What a comparison shows of a run: its newest records, whatever their keys."""
-    from kimi_eagle.bench.report_many import Side
     from kimi_eagle.lock.rundiff import flat_recipe
+    from kimi_eagle.report.compared import Side
 
     records = {stage: Ledger(run.stage(stage)).newest() for stage in STAGES}
     trained, used, lock = records["train"], job_use(run), lock_of(run)

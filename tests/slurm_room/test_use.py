@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from small_jobs import clean, kill_processes, make_run, submit, wait  # noqa: E402
 
-from kimi_eagle.bench.report import ReportData, render  # noqa: E402
+from kimi_eagle.report.page import ReportData, render  # noqa: E402
 from kimi_eagle.rundir import RunDir  # noqa: E402
 from kimi_eagle.slurm import use  # noqa: E402
 from kimi_eagle.summary import job_use  # noqa: E402

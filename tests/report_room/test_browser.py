@@ -15,8 +15,8 @@ import pytest
 from browser import Browser, browser
 from made_results import made_results
 
-from kimi_eagle.bench.report import ReportData, write_report
-from kimi_eagle.bench.report_many import Side, write_comparison
+from kimi_eagle.report.compared import Side, write_comparison
+from kimi_eagle.report.page import ReportData, write_report
 
 PHONE, DESK = 390, 1280
 

@@ -10,9 +10,10 @@ from xml.etree.ElementTree import fromstring
 
 from made_results import made_results
 
-from kimi_eagle.bench import curves, report_many
-from kimi_eagle.bench.report import ReportData, render, write_report
-from kimi_eagle.bench.shown import Place
+from kimi_eagle.bench import curves
+from kimi_eagle.report import compared
+from kimi_eagle.report.page import ReportData, render, write_report
+from kimi_eagle.report.shown import Place
 
 # As format bench/2 was: older results show what they have.
 RESULTS = {
@@ -257,7 +258,7 @@ def test_runs_that_were_not_measured_alike_are_told() -> None:
         ({"workload": "other", "k": 5}, ["another number of draft tokens a step (k)"]),
         ({"details": {**whole["details"], "verifier_id": "x"}}, ["another verifier"]),
     ):
-        found = report_many.warnings([Place(whole), Place(None), Place({**whole, **changes})])
+        found = compared.warnings([Place(whole), Place(None), Place({**whole, **changes})])
         assert found == [f"Not measured alike: {what}." for what in told]
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from kimi_eagle.bench import curves
-from kimi_eagle.bench.shown import Place
-from kimi_eagle.bench.svg import Series, lines
-from kimi_eagle.bench.tables import figure
+from kimi_eagle.report.shown import Place
+from kimi_eagle.report.svg import Series, lines
+from kimi_eagle.report.tables import figure
 
 Lines = Sequence[Mapping[str, Any]]
 

@@ -14,14 +14,14 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from kimi_eagle.bench import curves
-from kimi_eagle.bench.report import page
-from kimi_eagle.bench.report_bench import GAIN, INTERVAL, bar_of, spread
-from kimi_eagle.bench.report_run import duration, size
-from kimi_eagle.bench.report_train import shares
-from kimi_eagle.bench.shown import MISSING, Place
-from kimi_eagle.bench.svg import h, ranges
-from kimi_eagle.bench.tables import figure, plain, quiet, section, table
 from kimi_eagle.files import write_atomic
+from kimi_eagle.report.acceptance import GAIN, INTERVAL, bar_of, spread
+from kimi_eagle.report.page import page
+from kimi_eagle.report.run import duration, size
+from kimi_eagle.report.shown import MISSING, Place
+from kimi_eagle.report.svg import h, ranges
+from kimi_eagle.report.tables import figure, plain, quiet, section, table
+from kimi_eagle.report.trained import shares
 
 MOST_ROWS = 60
 """Recipe fields shown at most; two recipes that differ in more have little in common."""

@@ -6,7 +6,7 @@ from xml.etree.ElementTree import Element, fromstring, tostring
 
 import pytest
 
-from kimi_eagle.bench.svg import (
+from kimi_eagle.report.svg import (
     Bar,
     Series,
     columns,

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench.shown import Place
-from kimi_eagle.bench.svg import h, shares
-from kimi_eagle.bench.tables import figure, folded, quiet, section, table
 from kimi_eagle.bench.trace import KINDS
+from kimi_eagle.report.shown import Place
+from kimi_eagle.report.svg import h, shares
+from kimi_eagle.report.tables import figure, folded, quiet, section, table
 
 ENGINES = (("baseline", "verifier alone"), ("draft", "with the draft"))
 

@@ -1,7 +1,7 @@
 """A value of results.json and where it lies: what a report shows can be held against the file.
 
 The report computes nothing of the benchmark: each figure is one value of results.json, written with
-its place there in `data-at` (a JSON pointer, RFC 6901). tests/bench_room/test_report_browser.py
+its place there in `data-at` (a JSON pointer, RFC 6901). tests/report_room/test_browser.py
 reads the page in a browser and compares every one of them.
 
 A value that is missing, or of another kind than expected, shows as a dash: results of older and
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench.svg import h, number
+from kimi_eagle.report.svg import h, number
 
 MISSING = "—"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench.svg import h
+from kimi_eagle.report.svg import h
 
 
 def section(title: str, *content: Element | None) -> Element:

@@ -1,4 +1,4 @@
-"""The report's figures on the benchmark; its tables are in report_tables.py.
+"""The report's figures on the benchmark; its tables are in measured.py.
 
 Every figure is one value of results.json (format bench/3, documented in results.py), shown through
 shown.Place: this page computes nothing. Results of older formats show what they have.
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench.report_train import shares
-from kimi_eagle.bench.shown import MISSING, Place
-from kimi_eagle.bench.svg import Bar, Series, columns, h, lines, ranges
-from kimi_eagle.bench.tables import figure, quiet
+from kimi_eagle.report.shown import MISSING, Place
+from kimi_eagle.report.svg import Bar, Series, columns, h, lines, ranges
+from kimi_eagle.report.tables import figure, quiet
+from kimi_eagle.report.trained import shares
 
 GAIN = "Tokens a verifier step; 1 is what the verifier does alone"
 INTERVAL = "; the line through a dot is the 95 % interval over prompts"

@@ -1,5 +1,5 @@
 """The report's parts on the run: its stages, time, storage, GPU hours, data, and what it was made
-from (run.lock.json). What the run's draft is worth is told by report_bench.py."""
+from (run.lock.json). What the run's draft is worth is told by acceptance.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench.svg import h, number, stacked
-from kimi_eagle.bench.tables import figure, flat, plain, quiet, section, table
+from kimi_eagle.report.svg import h, number, stacked
+from kimi_eagle.report.tables import figure, flat, plain, quiet, section, table
 
 PHASES = ("work", "load")
 """Phases of a stage with a colour of their own; the rest of its wall time is `other`."""

@@ -3,7 +3,7 @@
 Reads what the caller gives (results.json's content, curves.jsonl, the lock, sums over records),
 writes one HTML file atomically. Every part is optional: the report of a half-finished run shows
 what there is, and names what there is not. Text and numbers go through `xml.etree`, which escapes
-them; the parts are in report_bench.py, report_train.py and report_run.py, figures in svg.py.
+them; the parts are in acceptance.py, trained.py and run.py, figures in svg.py.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
-from kimi_eagle.bench import (
-    curves,
-    report_bench,
-    report_breakdown,
-    report_run,
-    report_tables,
-    report_train,
-)
-from kimi_eagle.bench.shown import Place
-from kimi_eagle.bench.svg import h
-from kimi_eagle.bench.tables import flat, section, table
+from kimi_eagle.bench import curves
 from kimi_eagle.files import write_atomic
+from kimi_eagle.report import acceptance, breakdown, measured, run, trained
+from kimi_eagle.report.shown import Place
+from kimi_eagle.report.svg import h
+from kimi_eagle.report.tables import flat, section, table
 
 
 @dataclass
@@ -74,7 +68,7 @@ def render(data: ReportData, folder: Path) -> str:
     )
     there = [(title, found) for title, of in parts if (found := [e for e in of if e is not None])]
     body = h("main", h("header", h("h1", data.name), h("p", _subtitle(data), class_="quiet")))
-    body.append(report_bench.headline(results))
+    body.append(acceptance.headline(results))
     body.append(h("nav", *(h("a", title, href=f"#{title.lower()}") for title, _ in there)))
     for title, found in there:
         body.append(h("div", *found, id=title.lower()))
@@ -83,28 +77,28 @@ def render(data: ReportData, folder: Path) -> str:
 
 def _benchmark(results: Place, validation: Sequence[Any]) -> list[Element | None]:
     return [
-        report_bench.notes(results),
+        acceptance.notes(results),
         figures(
-            report_bench.by_position(results, validation),
-            report_bench.by_category(results),
-            report_bench.by_batch(results),
-            report_bench.by_draft(results),
-            report_bench.by_k(results),
-            report_bench.by_sampling(results),
-            report_breakdown.breakdown_figure(results),
+            acceptance.by_position(results, validation),
+            acceptance.by_category(results),
+            acceptance.by_batch(results),
+            acceptance.by_draft(results),
+            acceptance.by_k(results),
+            acceptance.by_sampling(results),
+            breakdown.breakdown_figure(results),
         ),
-        report_tables.speed_table(results),
-        report_tables.position_table(results),
-        report_tables.group_tables(results),
-        report_tables.draft_table(results),
-        report_tables.loop_table(results),
-        report_tables.duplicate_table(results),
-        report_breakdown.breakdown_table(results),
-        report_tables.latency_table(results),
-        report_tables.floor_table(results),
-        report_tables.count_table(results),
-        report_tables.prompt_table(results),
-        report_tables.engine_table(results),
+        measured.speed_table(results),
+        measured.position_table(results),
+        measured.group_tables(results),
+        measured.draft_table(results),
+        measured.loop_table(results),
+        measured.duplicate_table(results),
+        breakdown.breakdown_table(results),
+        measured.latency_table(results),
+        measured.floor_table(results),
+        measured.count_table(results),
+        measured.prompt_table(results),
+        measured.engine_table(results),
     ]
 
 
@@ -113,23 +107,23 @@ def _training(
 ) -> list[Element | None]:
     return [
         figures(
-            report_train.loss(training, validation),
-            report_train.accuracy(training, validation),
-            report_train.estimate(validation, results),
+            trained.loss(training, validation),
+            trained.accuracy(training, validation),
+            trained.estimate(validation, results),
         ),
-        figures(*report_train.small(training), style="small"),
+        figures(*trained.small(training), style="small"),
     ]
 
 
 def _run(data: ReportData) -> list[Element | None]:
     return [
-        figures(report_run.time_figure(data.stages)),
-        report_run.stage_table(data.stages),
-        report_run.storage_table(data.stages),
-        report_run.use_table(data.use),
-        report_run.accepted_table(data.accepted),
-        report_run.data_tables(data.sources, data.counts, data.vocab),
-        report_run.lock_part(data.lock, data.keys) if data.lock else _provenance(data),
+        figures(run.time_figure(data.stages)),
+        run.stage_table(data.stages),
+        run.storage_table(data.stages),
+        run.use_table(data.use),
+        run.accepted_table(data.accepted),
+        run.data_tables(data.sources, data.counts, data.vocab),
+        run.lock_part(data.lock, data.keys) if data.lock else _provenance(data),
     ]
 
 
@@ -172,8 +166,8 @@ def _missing(
     data: ReportData, results: Place, training: Sequence[Any], validation: Sequence[Any]
 ) -> Element | None:
     """What this page would show and cannot, each with the reason."""
-    parts = [*report_bench.missing(results), *report_breakdown.missing(results)]
-    parts += report_train.missing(training, validation)
+    parts = [*acceptance.missing(results), *breakdown.missing(results)]
+    parts += trained.missing(training, validation)
     parts += [
         (name, why)
         for name, there, why in (

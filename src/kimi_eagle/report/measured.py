@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench.report_bench import name_of, rows, sampling, spread
-from kimi_eagle.bench.shown import MISSING, Place
-from kimi_eagle.bench.svg import h
-from kimi_eagle.bench.tables import folded, quiet, section, table
+from kimi_eagle.report.acceptance import name_of, rows, sampling, spread
+from kimi_eagle.report.shown import MISSING, Place
+from kimi_eagle.report.svg import h
+from kimi_eagle.report.tables import folded, quiet, section, table
 
 
 def _by_load(results: Place) -> list[tuple[Element, list[Place]]]:
