@@ -204,7 +204,7 @@ from importlib.metadata import packages_distributions
 for name in sorted(packages_distributions()):
     if name.isidentifier() and not name.startswith("_"):
         importlib.import_module(name)
-import kimi_eagle.cli_submit
+import kimi_eagle.cli.submit
 '
 list_files='
 import hashlib, os, sys

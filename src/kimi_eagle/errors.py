@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class KimiEagleError(Exception):
-    """An error meant for the user's eyes; `cli.py` prints it without a traceback.
+    """An error meant for the user's eyes; `cli/app.py` prints it without a traceback.
 
     what: what is wrong. where: file, row, key. expected: what would have been right.
     fix: what to type or change. Empty parts are left out.

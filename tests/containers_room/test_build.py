@@ -144,7 +144,7 @@ def test_image_holds_the_wheel_that_was_built(tmp_path: Path) -> None:
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "cli.pyc").write_text("")
     assert inside.source_digest(package) == said
-    (package / "cli.py").write_text("pass\n")
+    (package / "more.py").write_text("pass\n")
     assert inside.source_digest(package) != said
     with pytest.raises(SystemExit, match="not those of the wheel"):
         inside.labels("cpu", {"ai.kimi-eagle.source-sha256": said}, package)

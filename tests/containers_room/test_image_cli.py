@@ -193,7 +193,7 @@ def test_help_has_an_example(ke: Call, command: str) -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys, kimi_eagle.cli_image\n"
+        "import sys, kimi_eagle.cli.image\n"
         "heavy = ('rich', 'kimi_eagle.containers', 'numpy')\n"
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )

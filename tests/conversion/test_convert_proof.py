@@ -28,7 +28,7 @@ from foreign_states import (  # noqa: E402
     write_shards,
     write_speculators,
 )
-from kimi_eagle.cli_shards import shards as command  # noqa: E402
+from kimi_eagle.cli.shards import shards as command  # noqa: E402
 from kimi_eagle.conversion import dumps as dumps_room  # noqa: E402
 from kimi_eagle.conversion import to_shards as room  # noqa: E402
 from kimi_eagle.conversion import to_speculators as spec_room  # noqa: E402

@@ -1,6 +1,7 @@
-"""Helpers of this room can be imported by name."""
+"""Helpers of this room, and the recorded traces of the benchmark's, can be imported by name."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "bench_room")]

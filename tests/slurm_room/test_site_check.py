@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from kimi_eagle.cli_site import site as site_command
+from kimi_eagle.cli.site import site as site_command
 from kimi_eagle.errors import RunError, UsageError
 from kimi_eagle.recipe import Recipe, load
 from kimi_eagle.site import Site, load_site

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kimi_eagle.cli_options import PATH
+from kimi_eagle.cli.options import PATH
 
 
 @click.command()

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from kimi_eagle.cli_options import PATH, json_option, print_json
+from kimi_eagle.cli.options import PATH, json_option, print_json
 
 
 @click.command()

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from kimi_eagle.cli_options import PATH as _PATH
-from kimi_eagle.cli_options import json_option, print_json
+from kimi_eagle.cli.options import PATH as _PATH
+from kimi_eagle.cli.options import json_option, print_json
 
 
 @click.command()

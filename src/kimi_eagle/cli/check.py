@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kimi_eagle.cli_options import PATH, json_option, print_json
+from kimi_eagle.cli.options import PATH, json_option, print_json
 
 if TYPE_CHECKING:
     from rich.table import Table

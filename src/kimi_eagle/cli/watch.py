@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kimi_eagle.cli_options import PATH, json_option, print_json
+from kimi_eagle.cli.options import PATH, json_option, print_json
 
 if TYPE_CHECKING:
     from kimi_eagle.slurm.status import Look

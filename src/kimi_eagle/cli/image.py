@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kimi_eagle.cli_options import PATH as _PATH
-from kimi_eagle.cli_options import json_option, print_json
+from kimi_eagle.cli.options import PATH as _PATH
+from kimi_eagle.cli.options import json_option, print_json
 
 if TYPE_CHECKING:
     from pathlib import Path

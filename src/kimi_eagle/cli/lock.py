@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from kimi_eagle.cli_options import PATH, json_option, print_json
+from kimi_eagle.cli.options import PATH, json_option, print_json
 
 
 @click.command()

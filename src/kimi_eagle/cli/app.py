@@ -12,24 +12,24 @@ from typing import Any
 
 import click
 
-from kimi_eagle import (
-    __version__,
-    cli_benchmark,
-    cli_check,
-    cli_export,
-    cli_image,
-    cli_lock,
-    cli_report,
-    cli_selftest,
-    cli_shards,
-    cli_site,
-    cli_submit,
-    cli_tools,
-    cli_verify,
-    cli_watch,
+from kimi_eagle import __version__
+from kimi_eagle.cli import (
+    benchmark,
+    check,
+    export,
+    image,
+    lock,
+    report,
+    selftest,
+    shards,
+    site,
+    submit,
+    tools,
+    verify,
+    watch,
 )
-from kimi_eagle.cli_options import PATH as _PATH
-from kimi_eagle.cli_options import json_option, print_json
+from kimi_eagle.cli.options import PATH as _PATH
+from kimi_eagle.cli.options import json_option, print_json
 
 
 class _Group(click.Group):
@@ -287,24 +287,24 @@ def clean(run_path: str, hidden: bool) -> None:
 
 
 for command in (
-    cli_check.check,
-    cli_submit.submit,
-    cli_watch.status,
-    cli_watch.logs,
-    cli_watch.cancel,
-    cli_watch.accept,
-    cli_verify.verify,
-    cli_lock.reproduce,
-    cli_lock.diff,
-    cli_export.export,
-    cli_benchmark.benchmark,
-    cli_report.report,
-    cli_image.image,
-    cli_site.site,
-    cli_selftest.selftest,
-    cli_tools.verifier,
-    cli_tools.vocab,
-    cli_shards.shards,
+    check.check,
+    submit.submit,
+    watch.status,
+    watch.logs,
+    watch.cancel,
+    watch.accept,
+    verify.verify,
+    lock.reproduce,
+    lock.diff,
+    export.export,
+    benchmark.benchmark,
+    report.report,
+    image.image,
+    site.site,
+    selftest.selftest,
+    tools.verifier,
+    tools.vocab,
+    shards.shards,
 ):
     main.add_command(command)
 
