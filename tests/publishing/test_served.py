@@ -1,6 +1,6 @@
 """Exports in a real engine: the same greedy text and the same acceptance as RUN/draft.
 
-A campaign: four loads of vLLM with SmolLM2. The draft is made as training starts one, with the
+A campaign: five loads of vLLM with SmolLM2. The draft is made as training starts one, with the
 norms that both vLLM and SGLang take; it is untrained, its vocabulary a few very common tokens, so
 that noise is accepted now and then, and only where weights, ids and norms are where they belong.
 """
@@ -104,14 +104,15 @@ def test_exports_are_served_as_the_run_s_own_draft(
     flat = shutil.copytree(tmp_path / "sglang", tmp_path / "flat")
     config = json.loads((flat / "config.json").read_text())
     layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    wrong = shutil.copytree(flat, tmp_path / "wrong")  # with SGLang's ids: other states
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in layers]
     (flat / "config.json").write_text(json.dumps(config))
 
     recipe = world.run.recipe()
     workload = load_workload(recipe, ChatTemplate(verifier, recipe.template))
     runs = {}
-    for name in ("own", "vllm", "bare", "flat"):
-        path = world.run.draft if name == "own" else tmp_path / name
+    for name in ("own", "vllm", "bare", "flat", "wrong"):
+        path = {"own": world.run.draft, "wrong": wrong}.get(name, tmp_path / name)
         _, load = make_loads(recipe, verifier, open_drafts(recipe, verifier, path), workload)
         folder = tmp_path / f"measured-{name}"
         folder.mkdir()
@@ -119,7 +120,8 @@ def test_exports_are_served_as_the_run_s_own_draft(
         _, (found,) = measure(replace(load.spec, draft=str(path)), folder)
         runs[name] = found.run
         print(name, found.run.counters)
-    own = runs.pop("own")
+    own, other = runs.pop("own"), runs.pop("wrong")
+    assert other.tokens == own.tokens and other.counters != own.counters, "ids matter"
     assert own.counters["num_accepted_tokens"] > 5, "noise that is never accepted proves nothing"
     for name, run in runs.items():
         assert run.tokens == own.tokens, name
