@@ -9,7 +9,7 @@ export TORCH_INDEX PYTHON
 
 help:
 	@echo "make demo    set up, then train and benchmark a draft model for a small real model"
-	@echo "make test    set up, then all tests"
+	@echo "make test    set up, then all tests, in two processes"
 	@echo "make setup   .venv from containers/cpu.lock, this package, the small model"
 	@echo "make quick   the tests that take under a minute each"
 	@echo "make campaign  the long fault tests on a real Slurm"
@@ -26,7 +26,7 @@ demo: setup
 	@$(BIN)/kimi-eagle run jobs/smollm2.toml --run runs/smollm2
 
 test: setup
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 --no-loadscope-reorder
 
 quick: setup
 	@$(BIN)/python -m pytest -q -m "not slow and not campaign"
