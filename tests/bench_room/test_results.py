@@ -274,6 +274,13 @@ def test_a_prompt_without_a_draft_has_no_length() -> None:
     assert details["prompts"][1]["acceptance_length"] is None
 
 
+def test_a_position_that_no_draft_reached_has_no_conditional_figure() -> None:
+    found = compared({GREEDY: (run(TOKENS, 2.0, [[3, 1], [4, 0]]), run(TOKENS, 3.0))})
+    assert found["acceptance_per_position"] == [0.125, 0.0, 0.0]
+    assert found["details"]["conditional_acceptance"] == [0.125, 0.0, None]
+    assert found["intervals"]["conditional_acceptance"][2] is None
+
+
 def test_one_different_token_is_found_and_placed() -> None:
     for other, place in (([1, 2, 9, 4], 2), ([1, 2, 3], 3), ([1, 2, 3, 4, 5], 4)):
         pair = run([other, TOKENS[1]], 1.0, HISTOGRAMS), run(TOKENS, 1.0)

@@ -6,7 +6,8 @@ rounded; one that does not exist is null. At the top stands the headline: the ru
 the recipe's k and first batch size, greedy, without the answers that are loops.
 
     format                   "bench/3"
-    acceptance_length        tokens a verifier step yields: 1 + accepted / drafts
+    acceptance_length        tokens a verifier step yields: 1 + accepted / drafts, as vLLM counts
+                             them: also what its last step accepts past an answer's end
     acceptance_per_position  [k] share of drafts accepted at least up to that position
     identical_outputs        all prompts, with and without: true or false in float32, else null
     tokens_per_second        {draft, baseline}
@@ -43,7 +44,8 @@ A row (its sampling is the baseline's too; times in seconds):
     draft, k, batch_size, temperature (0: greedy), top_p
     prompts, left_out        that make the figures; with loops for answers
     acceptance_length, acceptance_per_position
-    conditional_acceptance   [k] share accepted where all positions before were
+    conditional_acceptance   [k] share accepted where all positions before were; null where that
+                             never was
     tokens_per_second        {draft, baseline} generated, prefill included. At batch 1 over the
                              row's prompts; else over all, for they share the engine's steps
     speedup                  their ratio

@@ -69,7 +69,8 @@ def make_row(name: str, k: int, case: Case, draft: Run, alone: Run, seed: int) -
 def acceptance(histograms: Sequence[Sequence[int]], k: int) -> dict[str, Any]:
     """acceptance_length, acceptance_per_position and conditional_acceptance; None without drafts.
 
-    histograms: element j counts the drafts of which j tokens were accepted; may be shorter.
+    histograms: element j counts the drafts of which j tokens were accepted; may be shorter. A
+    position that no draft reached has None for its conditional acceptance.
     """
     counts = [sum(h[j] for h in histograms if j < len(h)) for j in range(k + 1)]
     reached = [sum(counts[j:]) for j in range(k + 1)]  # drafts with at least j accepted
@@ -81,7 +82,7 @@ def acceptance(histograms: Sequence[Sequence[int]], k: int) -> dict[str, Any]:
     found = (
         1 + sum(reached[1:]) / drafts,
         [n / drafts for n in reached[1:]],
-        [n / before if before else 0.0 for n, before in steps],
+        [n / before if before else None for n, before in steps],
     )
     return dict(zip(names, found, strict=True))
 
