@@ -55,6 +55,13 @@ def test_thirteen_words_in_a_row_are_found_whatever_stands_around(tmp_path: Path
     assert "1 of 2" in warning(found) and "held:1" in warning(found)
 
 
+def test_all_prompts_that_share_a_run_are_counted(tmp_path: Path) -> None:
+    recipe = recipe_for(tmp_path, f"One: {LONG}", f"Two: {LONG}", "Yes or no?", "Yes or no?", "No")
+    found = near_duplicates(recipe, trained(LONG, "yes or no"))
+    assert (found["prompts"], found["compared"]) == (4, 5)
+    assert [e["prompt"] for e in found["examples"]] == ["held:1", "held:2", "held:3", "held:4"]
+
+
 def test_twelve_words_of_a_longer_prompt_are_not(tmp_path: Path) -> None:
     recipe = recipe_for(tmp_path, LONG)
     part = " ".join(LONG.split()[:12])

@@ -82,32 +82,32 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def _table(asked: dict[str, list[str]]) -> dict[tuple[str, ...], str]:
-    """Run of words -> the first prompt that has it."""
-    table: dict[tuple[str, ...], str] = {}
+def _table(asked: dict[str, list[str]]) -> dict[tuple[str, ...], list[str]]:
+    """Run of words -> the prompts that have it."""
+    table: dict[tuple[str, ...], list[str]] = {}
     for name, texts in asked.items():
         for text in texts:
             said = words(text)
             size = min(RUN_WORDS, len(said))
             for i in range(len(said) - size + 1 if said else 0):
-                table.setdefault(tuple(said[i : i + size]), name)
+                table.setdefault(tuple(said[i : i + size]), []).append(name)
     return table
 
 
 def _met(
     said: Sequence[str],
-    table: dict[tuple[str, ...], str],
+    table: dict[tuple[str, ...], list[str]],
     lengths: Sequence[int],
     starts: set[tuple[str, ...]],
 ) -> Iterator[tuple[str, str]]:
     """(prompt, run of words) of all that this turn shares."""
     whole = tuple(said)
     if len(whole) < LEAST_WORDS and whole in table:
-        yield table[whole], " ".join(whole)
+        yield from ((name, " ".join(whole)) for name in table[whole])
     for i in range(len(said) - LEAST_WORDS + 1):
         if whole[i : i + LEAST_WORDS] not in starts:
             continue
         for size in lengths:
             run = whole[i : i + size]
             if size >= LEAST_WORDS and len(run) == size and run in table:
-                yield table[run], " ".join(run)
+                yield from ((name, " ".join(run)) for name in table[run])
