@@ -99,6 +99,8 @@ def test_the_digest_is_of_the_work_not_of_names_and_places(tmp_path: Path) -> No
     elsewhere = replace(one, verifier="/x", environment={"A": "1"}, cases=CASES[:1])
     assert elsewhere.digest(CASES[0]) == first
     assert one.digest(CASES[1]) != first != replace(one, verifier_id="w").digest(CASES[0])
+    # Times of two machines are not held against each other.
+    assert replace(one, machine={"cpu": "another"}).digest(CASES[0]) != first
     # The verifier alone serves any k: k and a digest with k in it do not count.
     other_k = replace(one, workload=make_workload(["b"], [[1, 2]], 4, 5))
     assert other_k.digest(CASES[0]) == first

@@ -68,6 +68,7 @@ def test_by_default_two_loads_at_batch_1_and_16(tmp_path: Path, verifier, drafts
     assert (own.draft, own.spec.k, own.spec.draft) == ("draft", 3, str(drafts["own"]))
     assert alone.spec.cases == own.spec.cases == (Case(1), Case(16))
     assert alone.spec.engine["max_num_seqs"] == 16
+    assert own.spec.machine == alone.spec.machine and own.spec.machine["cores"] >= 1
     assert told([alone, own]) == [
         "2 engine loads, 4 measurements of 2 prompts, at most 4 tokens an answer",
         "  verifier alone: batch 1; batch 16",

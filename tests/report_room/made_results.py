@@ -90,6 +90,7 @@ def _text(dtype: str, loops: tuple[int, ...]) -> str:
     alone = Spec(
         verifier="/models/verifier", verifier_id="feedbeef", engine={"dtype": dtype, "seed": 3},
         environment={}, workload=workload, cases=cases, versions={"vllm": "0.31.0"},
+        machine={"cpu": "a processor", "cores": 16, "gpus": "8 × a GPU"},
     )  # fmt: skip
     plan = [
         Load("draft", replace(alone, draft="/runs/a/draft", draft_digest="d0", k=K)),

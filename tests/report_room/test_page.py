@@ -257,9 +257,28 @@ def test_runs_that_were_not_measured_alike_are_told() -> None:
         ({"workload": "other"}, ["other prompts"]),
         ({"workload": "other", "k": 5}, ["another number of draft tokens a step (k)"]),
         ({"details": {**whole["details"], "verifier_id": "x"}}, ["another verifier"]),
+        (
+            {"details": {**whole["details"], "batch_sizes": whole["details"]["batch_sizes"][1:]}},
+            ["speed at another batch size"],
+        ),
+        ({"details": {**whole["details"], "machine": {"cpu": "x"}}}, ["speed on another machine"]),
+        ({"details": {**whole["details"], "threads": 1}}, ["speed on another machine"]),
+        (
+            {"details": {**whole["details"], "versions": {"vllm": "0.30.0"}}},
+            ["another version of vLLM"],
+        ),
+        (
+            {"format": "bench/2"},
+            ["another format of results, whose figures may mean something else"],
+        ),
     ):
         found = compared.warnings([Place(whole), Place(None), Place({**whole, **changes})])
         assert found == [f"Not measured alike: {what}." for what in told]
+
+
+def test_the_machine_of_the_figures_is_told() -> None:
+    words = Page(render(ReportData("x", results=made_results()), Path("/nowhere"))).words
+    assert "cpu a processor cores 16 gpus 8 × a GPU" in words
 
 
 def test_not_claimed_and_not_identical_are_told_apart(tmp_path: Path) -> None:

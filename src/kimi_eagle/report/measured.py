@@ -282,7 +282,8 @@ def engine_table(results: Place) -> Element | None:
                      "draft_digest", "draft_architecture")
         if details.to(name)
     ]  # fmt: skip
-    facts += [[name, found.word()] for name, found in details.to("versions").items()]
+    for of in ("machine", "versions"):
+        facts += [[name, found.word()] for name, found in details.to(of).items()]
     facts += [["workload", results.to("workload").word()]] if results.to("workload") else []
     if not found and not facts:
         return None
