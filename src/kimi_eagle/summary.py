@@ -102,6 +102,7 @@ def write_report(ctx: Context) -> None:
     data = ReportData(
         name=ctx.recipe.name,
         results=files.read_json(ctx.run.bench / "results.json"),
+        earlier=measured is None,
         curves=curves_of(ctx, states),
         stages=stage_rows(ctx, states),
         sources=prepared.info["by_source"] if prepared else {},

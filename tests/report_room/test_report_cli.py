@@ -12,6 +12,7 @@ from made_results import made_results
 
 from kimi_eagle import recipe, summary
 from kimi_eagle.ledger import Unit
+from kimi_eagle.report.page import EARLIER, ReportData, render
 from kimi_eagle.rundir import RunDir, create_run, follow
 from kimi_eagle.stages.context import Context
 from kimi_eagle.survey import StageState
@@ -42,6 +43,13 @@ def test_several_runs_make_one_page(eagle: Eagle, runs: tuple[Path, Path], tmp_p
     html = page.read_text()
     assert "2 runs compared" in html and ">a/tiny<" in html and ">b/tiny<" in html
     assert f"{made_results()['acceptance_length']:.3f}" in html
+
+
+def test_figures_of_an_earlier_benchmark_are_told_as_such(runs: tuple[Path, Path]) -> None:
+    summary.write_report(Context(RunDir(runs[0]), RunDir(runs[0]).recipe()))
+    assert EARLIER in (runs[0] / "report.html").read_text()
+    assert EARLIER not in render(ReportData("x", results=made_results()), runs[0])
+    assert EARLIER not in render(ReportData("x", earlier=True), runs[0])  # no figures at all
 
 
 def test_a_training_under_way_is_shown(runs: tuple[Path, Path]) -> None:

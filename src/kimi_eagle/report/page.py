@@ -22,22 +22,26 @@ from kimi_eagle.report.shown import Place
 from kimi_eagle.report.svg import h
 from kimi_eagle.report.tables import flat, section, table
 
+EARLIER = "Figures of an earlier benchmark: for what the recipe says now the stage has not ended."
+
 
 @dataclass
 class ReportData:
     """What a report shows; anything may be missing.
 
-    results: content of results.json. curves: path of curves.jsonl. stages: one dict a stage with
-    stage, state, units, samples, tokens, rejected, bytes, freed_bytes, seconds (wall, load, work)
-    and warning. sources: name -> rows, or name -> {what: rows}. counts: prepare's totals. vocab:
-    coverage and others. lock: content of run.lock.json. provenance: shown where there is no lock
-    (nested dicts flattened). keys: stage -> key of what is shown. links: text -> path or address
-    relative to the report; None: the run's own files that lie beside it. use: what jobs used by
-    stage (slurm/use.py). accepted: losses that a person accepted (accepted.py).
+    results: content of results.json. earlier: it was measured of a recipe or a draft before this.
+    curves: path of curves.jsonl. stages: one dict a stage with stage, state, units, samples,
+    tokens, rejected, bytes, freed_bytes, seconds (wall, load, work) and warning. sources: name ->
+    rows, or name -> {what: rows}. counts: prepare's totals. vocab: coverage and others. lock:
+    content of run.lock.json. provenance: shown where there is no lock (nested dicts flattened).
+    keys: stage -> key of what is shown. links: text -> path or address relative to the report;
+    None: the run's own files that lie beside it. use: what jobs used by stage (slurm/use.py).
+    accepted: losses that a person accepted (accepted.py).
     """
 
     name: str
     results: Mapping[str, Any] | None = None
+    earlier: bool = False
     curves: Path | None = None
     stages: Sequence[Mapping[str, Any]] = ()
     sources: Mapping[str, Any] = field(default_factory=dict)
@@ -68,6 +72,8 @@ def render(data: ReportData, folder: Path) -> str:
     )
     there = [(title, found) for title, of in parts if (found := [e for e in of if e is not None])]
     body = h("main", h("header", h("h1", data.name), h("p", _subtitle(data), class_="quiet")))
+    if results and data.earlier:
+        body.append(h("p", EARLIER, class_="bad"))
     body.append(acceptance.headline(results))
     body.append(h("nav", *(h("a", title, href=f"#{title.lower()}") for title, _ in there)))
     for title, found in there:
