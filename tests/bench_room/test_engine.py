@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,18 +109,28 @@ def test_each_case_is_a_file(
     assert [e["tokens"] for e in events] == [0, 2, 4, 6, 8, 10, 12]
 
 
-def test_the_child_ends_when_its_parent_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("alone", "code"), [(False, 3), (True, -signal.SIGKILL)])
+def test_the_child_ends_when_its_parent_is_gone(alone: bool, code: int) -> None:
+    """alone: with a session of its own, all of which ends."""
     program = (
-        "import time\n"
+        "import subprocess, time\n"
         "from kimi_eagle.bench import engine\n"
         "engine._end_with_parent()\n"
+        f"subprocess.Popen(['sleep', '60' if {alone} else '0'])\n"
         "time.sleep(60)\n"
     )
     package = str(Path(module.__file__).resolve().parents[2])
     child = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, env={"PYTHONPATH": package}
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": package, "PATH": os.environ["PATH"]},
+        start_new_session=alone,
     )
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(timeout=3)
     child.stdin.close()
-    assert child.wait(timeout=20) == 3
+    assert child.wait(timeout=20) == code
+    started = time.monotonic()
+    child.stdout.read()  # ends when nobody holds it open any more
+    assert time.monotonic() - started < 20

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -115,6 +117,17 @@ def test_a_fault_is_told_by_the_last_meaningful_line(tmp_path: Path) -> None:
     assert line.startswith(f"{log}: baseline engine failed:")
     assert "KeyError" in line  # the spec's engine lacks settings: told, not "exit code 1"
     assert todo(one, tmp_path) == CASES
+
+
+def test_what_a_child_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine process that outlives the child holds its output open: nobody waits for that."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nsleep 30 &\nexit 5\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(program))
+    start = time.monotonic()
+    assert module._run_child([], tmp_path / "log", dict(os.environ), None) == 5
+    assert time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(

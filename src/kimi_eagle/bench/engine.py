@@ -4,8 +4,8 @@ Loads vLLM once, makes prompts of later turns where there are any, then answers 
 case of the spec and writes one file a case. Before each case the engine is warmed up: as many
 prompts as the batch holds, answered for WARM_UP_TOKENS; they are counted nowhere.
 
-A child whose parent dies ends itself: it watches its standard input, which only the parent holds
-open.
+A child whose parent dies ends itself and vLLM's processes: it watches its standard input, which
+only the parent holds open.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -101,6 +102,8 @@ def _end_with_parent() -> None:
         with contextlib.suppress(OSError):
             while os.read(0, 4096):
                 pass
+        if os.getsid(0) == os.getpid():  # as measure.py starts it: vLLM's processes are in here
+            os.killpg(0, signal.SIGKILL)
         os._exit(3)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -12,6 +12,7 @@ prompts have later turns, and a spec and a log beside them, one a load.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -222,6 +224,8 @@ def _found(spec: Spec, folder: Path, case: Case, *, before: bool) -> Measurement
 def _run_child(
     args: list[str], log: Path, env: dict[str, str], on_progress: Progress | None
 ) -> int:
+    """Exit code of the child, which has a session of its own: vLLM's engine and workers are other
+    processes on GPUs, outlive a child that is killed, and hold its output open and the memory."""
     command = [sys.executable, "-m", "kimi_eagle.bench.engine", *args]
     with log.open("w", encoding="utf-8") as sink:
         child = subprocess.Popen(
@@ -233,7 +237,9 @@ def _run_child(
             text=True,
             encoding="utf-8",
             errors="replace",
+            start_new_session=True,
         )
+        threading.Thread(target=_end_with, args=(child,), daemon=True).start()
         try:
             for line in child.stdout:
                 if not line.startswith(MARK):
@@ -245,8 +251,15 @@ def _run_child(
         finally:
             if child.poll() is None:
                 child.kill()
-                child.wait()
+            _end_with(child)
             child.stdin.close()
+
+
+def _end_with(child: subprocess.Popen[str]) -> None:
+    """Wait for the child, then end what is left of its session."""
+    child.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _environment(spec: Spec) -> dict[str, str]:
