@@ -226,10 +226,17 @@ def test_only_decoding_is_recorded_and_enough_of_it(spec: Spec, tmp_path: Path) 
     assert room == {(8 + 32 + 3) * 4}, "k + 1 tokens a step at most"
     assert (found["batch_size"], found["k"], found["context_tokens"]) == (3, 3, 2.0)
     assert found["shares"]["communication"] == pytest.approx(0.515)
+    assert found["missing_ranks"] == 0
     assert breakdown.found(spec, tmp_path) == found
     assert not breakdown.wanted(spec, tmp_path)
     config = breakdown.settings(spec, tmp_path, steps=8)
     assert config["torch_profiler_dir"] == str(target) and config["max_iterations"] == 8
+
+
+def test_a_rank_without_a_trace_is_told(spec: Spec, tmp_path: Path) -> None:
+    wide = replace(spec, engine={"max_model_len": 512, "tp": 4, "pp": 2})
+    engine = Engine(breakdown.place(wide, tmp_path), traced=traces.cuda(8))
+    assert breakdown.profiled(engine, wide, tmp_path, steps=8)["missing_ranks"] == 7
 
 
 def test_a_context_that_ends_early_ends_the_recording(spec: Spec, tmp_path: Path) -> None:
@@ -269,16 +276,36 @@ def test_what_fails_is_told_and_not_tried_again(spec, tmp_path: Path, traced, sa
     assert not breakdown.wanted(spec, tmp_path)
 
 
-def test_the_engine_is_loaded_again_for_a_breakdown_that_is_missing(
-    spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All is measured, nothing is profiled: one more load, no measurement more."""
+def finish(spec: Spec, folder: Path) -> None:
+    """All measurements, as the child leaves them."""
     run = measure.Run(1.0, [[1], [2]], ["stop"] * 2)
     for case in spec.cases:
         known = {"format": measure.FORMAT, "digest": spec.digest(case), "kind": spec.kind}
         about = {"load_seconds": 1, "peak_memory_bytes": 1, "versions": {}, "threads": 1}
         data = known | {"case": vars(case), "run": vars(run)} | about
-        spec.path(tmp_path, case).write_text(json.dumps(data))
+        spec.path(folder, case).write_text(json.dumps(data))
+
+
+def test_an_engine_that_dies_under_the_profiler_costs_no_measurement(
+    spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def child(_args: list[str], log: Path, *_: object) -> int:
+        log.write_text("")
+        finish(spec, tmp_path)
+        return -11
+
+    monkeypatch.setattr(measure, "_run_child", child)
+    _, found = measure.measure(spec, tmp_path)
+    assert [m.case for m in found] == [Case(1), Case(3)]
+    assert breakdown.found(spec, tmp_path) == {"error": "the engine died: killed by SIGSEGV"}
+    assert not breakdown.wanted(spec, tmp_path)
+
+
+def test_the_engine_is_loaded_again_for_a_breakdown_that_is_missing(
+    spec: Spec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is measured, nothing is profiled: one more load, no measurement more."""
+    finish(spec, tmp_path)
     asked: list[dict] = []
 
     def child(args: list[str], *_: object) -> int:

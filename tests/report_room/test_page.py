@@ -151,9 +151,11 @@ def svgs_of(results: dict) -> list:
 def test_a_breakdown_that_failed_says_why() -> None:
     results = made_results()
     results["details"]["breakdown"]["draft"] = {"error": "the profiler left no trace"}
+    results["details"]["breakdown"]["baseline"]["missing_ranks"] = 6
     words = Page(render(ReportData("x", results=results), Path("/nowhere"))).words
     assert "with the draft: not profiled: the profiler left no trace" in words
     assert "verifier alone 51.5%" in words
+    assert "verifier alone: 6 ranks left no trace" in words
 
 
 def test_what_was_not_measured_is_named() -> None:

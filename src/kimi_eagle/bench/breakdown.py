@@ -75,7 +75,9 @@ def profiled(llm: Any, spec: Spec, folder: Path, steps: int = STEPS) -> dict[str
     """Record the steps and write what they say; -> what `found` reads.
 
     llm: loaded with `settings`, idle. Prompts are the workload's first, as many as the batch holds,
-    the same again where there are fewer; answers go on over their end, greedily.
+    the same again where there are fewer; answers go on over their end, greedily. Adds to `combined`
+    batch_size, k, context_tokens (mean prompt), asked_steps, and missing_ranks: those of which no
+    trace was found, so that the figures are the others'.
     """
     target = place(spec, folder)
     target.mkdir(parents=True, exist_ok=True)
@@ -83,6 +85,7 @@ def profiled(llm: Any, spec: Spec, folder: Path, steps: int = STEPS) -> dict[str
         old.unlink()
     prompts = spec.workload.prompts
     asked = [prompts[i % len(prompts)] for i in range(spec.profile.batch_size)]
+    ranks = spec.engine.get("tp", 1) * spec.engine.get("pp", 1)
     try:
         _decode(llm, asked, steps, spec)
         made = sorted(target.glob(_TRACES))
@@ -93,13 +96,24 @@ def profiled(llm: Any, spec: Spec, folder: Path, steps: int = STEPS) -> dict[str
             "k": spec.k,
             "context_tokens": sum(map(len, asked)) / len(asked),
             "asked_steps": steps,
+            "missing_ranks": max(0, ranks - len(made)),
         }
     except KimiEagleError as e:
         data = {"error": e.line()}
     except Exception as e:  # of vLLM, which raises what it likes; the measurements are done
         data = {"error": f"{type(e).__name__}: {e}"}
-    files.write_atomic(target / "breakdown.json", json.dumps({"format": FORMAT} | data, indent=1))
+    _write(target, data)
     return data
+
+
+def failed(spec: Spec, folder: Path, why: str) -> None:
+    """Note that the process died over it: what was measured before is whole."""
+    (target := place(spec, folder)).mkdir(parents=True, exist_ok=True)
+    _write(target, {"error": why})
+
+
+def _write(target: Path, data: dict[str, Any]) -> None:
+    files.write_atomic(target / "breakdown.json", json.dumps({"format": FORMAT} | data, indent=1))
 
 
 def combined(traces: Sequence[Path]) -> dict[str, Any]:

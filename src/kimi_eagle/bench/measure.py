@@ -156,7 +156,7 @@ def measure(
     -> the spec as it was measured (its workload with later turns as prompts) and one measurement a
     case, in order. folder: exists. on_progress gets dicts from the time the engine is loaded: share
     (0..1 of what this process has to do), tokens (generated so far). Raises RunError with the log's
-    last meaningful line if the process fails; cases that were whole before are kept.
+    last meaningful line if the process ends before its last case; those that were whole are kept.
     """
     from kimi_eagle.bench import breakdown
     from kimi_eagle.files import write_atomic
@@ -172,7 +172,9 @@ def measure(
     code = _run_child([str(spec_file), str(folder)], log, _environment(spec), on_progress)
     told = _asked(spec, asked)
     found = [_found(told, folder, case, before=case not in missing) for case in spec.cases]
-    if code != 0 or None in found:
+    if None not in found and breakdown.wanted(told, folder):
+        breakdown.failed(told, folder, f"the engine died: {_reason(code, log)}")
+    if None in found:
         raise RunError(
             f"{spec.kind} engine failed: {_reason(code, log)}",
             where=log,

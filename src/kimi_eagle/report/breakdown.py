@@ -43,6 +43,10 @@ def breakdown_table(results: Place) -> Element | None:
         if of.to("error"):
             failed.append(h("p", f"{name}: not profiled: ", of.to("error").word(), class_="bad"))
             continue
+        if of.to("missing_ranks").value:
+            lost = of.to("missing_ranks").figure()
+            words = " ranks left no trace; the shares are those of the others."
+            failed.append(h("p", f"{name}: ", lost, words, class_="bad"))
         rows.append(
             [
                 name,
