@@ -12,6 +12,7 @@ so that a loss or a layer that draws is resumed exactly, too.
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,6 +74,8 @@ class WholeCheckpointer(BaseCheckpointer):
                 group.setdefault("initial_lr", group["lr"])
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=shared_out(model))
         set_optimizer_state_dict(model, optimizer, state, options=options)
+        del state
+        _let_go_of_the_file(optimizer)
 
     def save_checkpoint(
         self,
@@ -93,6 +96,20 @@ class WholeCheckpointer(BaseCheckpointer):
             torch.save(convert_float_dtype(steps, float_dtype), self.optimizer_path(epoch))
         if is_distributed():
             dist.barrier()
+
+
+def _let_go_of_the_file(optimizers: list[torch.optim.Optimizer]) -> None:
+    """What lies on the CPU (of AdamW on a GPU its step counters) is still in the map of the file.
+
+    Training deletes checkpoints as it goes on, and NFS keeps a mapped file's folder from going.
+    set_optimizer_state_dict leaves references in a cycle, too (torch 2.13.0).
+    """
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                    values[name] = value.clone()
+    gc.collect()
 
 
 def shared_out(model: Any) -> bool:
