@@ -13,6 +13,7 @@ from kimi_eagle.bench.draftdir import quick_digest
 from kimi_eagle.bench.measure import Case
 from kimi_eagle.bench.plan import as_data, make_loads, open_drafts, told
 from kimi_eagle.bench.workload import make_workload
+from kimi_eagle.cli.benchmark import default_out
 from kimi_eagle.display import describe
 from kimi_eagle.errors import UsageError
 from kimi_eagle.lock.reproduce import toml_lines
@@ -184,6 +185,14 @@ def test_the_command_counts_and_loads_nothing(tmp_path: Path, eagle, root: Path)
     found = json.loads(shown.stdout)
     assert (found["engine_loads"], found["measurements"]) == (2, 4)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("draft", "out"),
+    [("runs/a/draft", "bench-a"), ("runs/b/draft/", "bench-b"), ("/drafts/best", "bench-best")],
+)
+def test_drafts_of_several_runs_have_results_of_their_own(draft: str, out: str) -> None:
+    assert default_out(draft) == out
 
 
 def test_status_tells_how_much_there_is_to_measure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,9 @@ from kimi_eagle.cli.options import PATH, json_option, print_json
 @click.command()
 @click.argument("recipe", type=PATH)
 @click.option("--draft", required=True, type=PATH, help="Directory of a draft that vLLM loads.")
-@click.option("--out", type=PATH, help="Where results go [default: bench-NAME].")
+@click.option(
+    "--out", type=PATH, help="Where results go [default: bench-NAME; of runs/a/draft bench-a]."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be loaded and measured, and stop.")
 @json_option
 def benchmark(recipe: str, draft: str, out: str | None, dry_run: bool, as_json: bool) -> None:
@@ -37,7 +39,7 @@ def benchmark(recipe: str, draft: str, out: str | None, dry_run: bool, as_json: 
         loaded.verifier.path, trust_remote_code=loaded.verifier.trust_remote_code
     )
     own = Path(draft).resolve()
-    folder = Path(out or f"bench-{own.name}").resolve()
+    folder = Path(out or default_out(draft)).resolve()
     workload = load_workload(loaded, ChatTemplate(verifier, loaded.template))
     if dry_run:
         loads = plan.make_loads(loaded, verifier, plan.open_drafts(loaded, verifier, own), workload)
@@ -59,3 +61,12 @@ def benchmark(recipe: str, draft: str, out: str | None, dry_run: bool, as_json: 
         print_json(results)
     else:
         click.echo("\n".join([*telling.summary(results), str(folder / "results.json")]))
+
+
+def default_out(draft: str) -> str:
+    """`runs/a/draft` -> `bench-a`: drafts of several runs do not share results.json."""
+    import os
+
+    from kimi_eagle.recipe_benchmark import name_of_draft
+
+    return f"bench-{name_of_draft(os.path.abspath(draft))}"
