@@ -157,6 +157,30 @@ def test_killed_while_deleting_an_old_one(make, tmp_path):
     assert checkpoints.epochs(tmp_path) == [1] and not (tmp_path / "old-0").exists()
 
 
+def test_a_folder_that_does_not_go_ends_nothing(make, tmp_path, monkeypatch):
+    """As on NFS, where a file that somebody has open stays as `.nfs...` until it is closed."""
+    from kimi_eagle.training import checkpoints
+
+    def busy(path, ignore_errors=False):
+        for file in path.glob("model.safetensors"):
+            file.rename(path / ".nfs01")
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", busy)
+        make(tmp_path / "0")
+        for step in (4, 5, 6):
+            make(tmp_path / "saving-1", epoch=1, local_step=step)
+            checkpoints.commit(tmp_path, 1)
+        assert checkpoints.prune(tmp_path, 1) == [0]
+        make(tmp_path / "saving-1", epoch=1, local_step=7)
+        checkpoints.tidy(tmp_path)
+    assert checkpoints.epochs(tmp_path) == [1] and checkpoints.state(tmp_path)["local_step"] == 6
+    checkpoints.tidy(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+
+
 def test_a_torn_random_state_is_a_torn_checkpoint(make, tmp_path):
     from kimi_eagle.training import checkpoints, states
 

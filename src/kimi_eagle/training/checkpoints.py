@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 STATE = "training_state.json"
 METRICS = "val_metrics.json"
-SAVING, OLD, BROKEN = "saving-", "old-", "broken-"
+SAVING, OLD, BROKEN, GONE = "saving-", "old-", "broken-", "gone-"
 
 
 def fault(folder: Path, *, scheduler: bool = True) -> str | None:
@@ -65,12 +66,12 @@ def commit(root: Path, epoch: int) -> None:
     for file in staged.iterdir():
         files.fsync_file(file)
     files.fsync_dir(staged)
-    shutil.rmtree(old, ignore_errors=True)
+    _delete(old)
     if final.exists():
         final.rename(old)
     staged.rename(final)
     files.fsync_dir(root)
-    shutil.rmtree(old, ignore_errors=True)
+    _delete(old)
 
 
 def tidy(root: Path, *, scheduler: bool = True) -> list[str]:
@@ -82,6 +83,8 @@ def tidy(root: Path, *, scheduler: bool = True) -> list[str]:
     if not root.is_dir():
         return []
     words = []
+    for folder in root.glob(f"{GONE}*"):
+        shutil.rmtree(folder, ignore_errors=True)
     for prefix in (SAVING, OLD):
         for folder in sorted(root.glob(f"{prefix}*")):
             final = root / folder.name.removeprefix(prefix)
@@ -89,12 +92,12 @@ def tidy(root: Path, *, scheduler: bool = True) -> list[str]:
                 folder.rename(final)
                 words.append(f"checkpoint {final.name} completed from {folder.name}")
             else:
-                shutil.rmtree(folder)
+                _delete(folder)
     for epoch in epochs(root):
         folder = root / str(epoch)
         if reason := fault(folder, scheduler=scheduler):
             aside = root / f"{BROKEN}{epoch}"
-            shutil.rmtree(aside, ignore_errors=True)
+            _delete(aside)
             folder.rename(aside)
             words.append(f"checkpoint {epoch} skipped: {reason}")
     link_best(root)
@@ -117,11 +120,20 @@ def prune(root: Path, keep: int) -> list[int]:
     chosen = best(root)
     gone = [e for e in have[:-keep] if chosen is None or chosen.name != str(e)]
     for epoch in gone:
-        # First renamed: what a killed process leaves of it is no torn checkpoint, `tidy` knows it.
-        old = root / f"{OLD}{epoch}"
-        (root / str(epoch)).rename(old)
-        shutil.rmtree(old)
+        _delete(root / str(epoch))
     return gone
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder, if it is there, or at least its name; `tidy` deletes what is left of it.
+
+    Renamed first: what a killed process leaves is no torn checkpoint. On NFS a file that somebody
+    has open (who looks at a checkpoint while training goes on) keeps its folder from going.
+    """
+    if folder.exists():
+        gone = folder.with_name(f"{GONE}{secrets.token_hex(4)}")
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def state(root: Path) -> dict[str, Any]:
