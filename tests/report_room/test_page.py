@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -227,6 +228,13 @@ def test_names_cannot_inject_markup(tmp_path: Path) -> None:
     )  # fmt: skip
     page = Page(render(data, tmp_path))
     assert "img" not in page.tags and page.words.count(evil) >= 7
+
+
+def test_a_name_that_is_no_text_does_not_break_the_page(tmp_path: Path) -> None:
+    results = json.loads(json.dumps(RESULTS))
+    results["details"]["prompts"][0]["name"] = os.fsdecode(b"caf\xe9:1")
+    write_report(tmp_path / "report.html", ReportData("x", results=results))
+    assert "caf?:1" in (tmp_path / "report.html").read_text()
 
 
 def test_odd_curves_do_not_break_the_page(tmp_path: Path) -> None:

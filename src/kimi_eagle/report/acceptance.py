@@ -1,7 +1,7 @@
 """The report's figures on the benchmark; its tables are in measured.py.
 
-Every figure is one value of results.json (format bench/3, documented in results.py), shown through
-shown.Place: this page computes nothing. Results of older formats show what they have.
+Every figure is one value of results.json (format bench/3, documented in bench/results.py), shown
+through shown.Place: this page computes nothing. Results of older formats show what they have.
 """
 
 from __future__ import annotations

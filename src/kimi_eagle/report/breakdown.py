@@ -1,5 +1,5 @@
 """The report's part on where the time of decoding goes: `details.breakdown` of results.json, which
-breakdown.py writes when the recipe asks for it ([benchmark] profile)."""
+bench/breakdown.py writes when the recipe asks for it ([benchmark] profile)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Reads what the caller gives (results.json's content, curves.jsonl, the lock, sums over records),
 writes one HTML file atomically. Every part is optional: the report of a half-finished run shows
 what there is, and names what there is not. Text and numbers go through `xml.etree`, which escapes
-them; the parts are in acceptance.py, trained.py and run.py, figures in svg.py.
+them; the parts are in the files beside this one (__init__.py).
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ def page(title: str, body: Element) -> str:
         h("style", _CSS),
     )
     whole = h("html", head, h("body", body), lang="en")
-    return "<!doctype html>\n" + tostring(whole, encoding="unicode", method="html") + "\n"
+    text = "<!doctype html>\n" + tostring(whole, encoding="unicode", method="html") + "\n"
+    # Half a pair of surrogates is a name of a file in another encoding, and no UTF-8.
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _subtitle(data: ReportData) -> str:
