@@ -51,6 +51,15 @@ def test_a_rank_a_step_behind_is_named():
     assert "rank 1 " in looks(Watch(2, 20), *([found] * 40))
 
 
+def test_what_comes_between_two_steps_comes_before_the_next_one():
+    """The step is counted already: who is in the next one's forward has gone past it."""
+    for doing in ("after the step", "checkpoint", "validation"):
+        rounds = [beats("backward", doing, tick=n) for n in range(30)]
+        said = looks(Watch(2, 20), *rounds)
+        assert "rank 1 (host node, pid 101) does not go on" in said
+        assert f"it was after step 6: {doing}; the other ranks are at: backward" in said
+
+
 def test_all_at_one_place_are_all_named():
     said = looks(Watch(2, 20), *(beats("checkpoint", "checkpoint", tick=n) for n in range(30)))
     assert "rank 0 (host node, pid 100), and so do rank 1 does not go on" in said
@@ -93,9 +102,11 @@ def test_a_pulse_says_what_is_done_and_torn_files_say_nothing(tmp_path):
         assert wait_for(lambda: doing_of(tmp_path) == {3: "forward"})
     (tmp_path / "rank-1.json").write_text('{"rank": 1')
     (tmp_path / "rank-2.json").write_text('{"rank": 2, "odd": 1}')
+    (tmp_path / "rank-4.json").mkdir()  # cannot be read, as a file that NFS has replaced
     (found,) = watchdog.read(tmp_path).values()
     assert (found.step, found.doing, found.went_on, found.pid) == (4, "forward", 1, os.getpid())
     assert (found.own_seconds, found.measured) == (2.0, 2)
+    (tmp_path / "rank-4.json").rmdir()
     watchdog.clear(tmp_path)
     assert watchdog.read(tmp_path) == {}
 

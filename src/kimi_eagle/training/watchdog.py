@@ -39,9 +39,11 @@ START_SECONDS = 600.0
 """Time that a rank has at least until it says something: it imports torch and meets the others
 (torchrun's own rendezvous waits as long)."""
 
-ORDER = ("starting", "waiting for data", "forward", "backward", "gradient norm", "optimizer",
-         "after the step", "validation", "checkpoint")  # fmt: skip
-"""What a rank does, in the order of a step: the rank that others wait for is behind in it."""
+BETWEEN = ("after the step", "checkpoint", "validation")
+ORDER = ("starting", *BETWEEN, "waiting for data", "forward", "backward", "gradient norm",
+         "optimizer")  # fmt: skip
+"""What a rank does with one number of steps done, in order: the rank that others wait for is behind
+in it. The step is counted before BETWEEN."""
 
 LAGS = 1.5
 """A rank that needs this many times the others' median for its own work lags."""
@@ -169,9 +171,10 @@ class Watch:
         how = "gives no sign of life" if silent else "does not go on"
         waiting = sorted({b.doing for r, b in self._seen.items() if r not in behind})
         rest = f"; the other ranks are at: {', '.join(waiting)}" if waiting else ""
+        at = f"after step {first.step}" if first.doing in BETWEEN else f"at step {first.step + 1}"
         return (
-            f"training hangs: {who} {how} for {self._still[behind[0]]:.0f} s; it was at step "
-            f"{first.step + 1}: {first.doing}{rest}"
+            f"training hangs: {who} {how} for {self._still[behind[0]]:.0f} s; it was {at}: "
+            f"{first.doing}{rest}"
         )
 
     def lagging(self, beats: dict[int, Beat]) -> list[str]:
@@ -192,12 +195,15 @@ class Watch:
 
 
 def read(folder: Path) -> dict[int, Beat]:
-    """What the ranks said last; ranks that said nothing, or nothing whole, are not in it."""
+    """What the ranks said last; ranks that said nothing, or nothing whole, are not in it.
+
+    Nor are those whose file cannot be read now: on NFS it is replaced under the reader (ESTALE).
+    """
     found: dict[int, Beat] = {}
     for path in folder.glob("rank-*.json"):
-        data: Any = files.read_json(path)
-        if isinstance(data, dict):
-            with suppress(TypeError):
+        with suppress(OSError, TypeError):
+            data: Any = files.read_json(path)
+            if isinstance(data, dict):
                 beat = Beat(**data)
                 found[beat.rank] = beat
     return found
