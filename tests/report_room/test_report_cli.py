@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kimi_eagle import recipe, summary
 from kimi_eagle.ledger import Unit
 from kimi_eagle.report.page import EARLIER, ReportData, render
 from kimi_eagle.rundir import RunDir, create_run, follow
+from kimi_eagle.stages import benchmark
 from kimi_eagle.stages.context import Context
 from kimi_eagle.survey import StageState
 
@@ -50,6 +52,19 @@ def test_figures_of_an_earlier_benchmark_are_told_as_such(runs: tuple[Path, Path
     assert EARLIER in (runs[0] / "report.html").read_text()
     assert EARLIER not in render(ReportData("x", results=made_results()), runs[0])
     assert EARLIER not in render(ReportData("x", earlier=True), runs[0])  # no figures at all
+
+
+def test_a_report_of_an_earlier_benchmark_is_written_again_when_it_is_the_current(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, written = RunDir(runs[0]), []
+    record = SimpleNamespace(path=lambda _: run.bench / "results.json")
+    ctx = SimpleNamespace(run=run, gate=lambda _: [record])
+    monkeypatch.setattr(summary, "write_report", written.append)
+    for text, times in ((EARLIER, 1), ("as it should be", 1)):
+        run.report.write_text(text)
+        benchmark.publish(ctx)
+        assert len(written) == times
 
 
 def test_a_training_under_way_is_shown(runs: tuple[Path, Path]) -> None:
