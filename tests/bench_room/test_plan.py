@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kimi_eagle import recipe as recipes
+from kimi_eagle.bench import workload
 from kimi_eagle.bench.draftdir import quick_digest
 from kimi_eagle.bench.measure import Case
 from kimi_eagle.bench.plan import as_data, make_loads, open_drafts, told
@@ -18,6 +19,7 @@ from kimi_eagle.display import describe
 from kimi_eagle.errors import UsageError
 from kimi_eagle.lock.reproduce import toml_lines
 from kimi_eagle.stages import benchmark
+from kimi_eagle.stages.context import Context
 from kimi_eagle.survey import StageView
 
 
@@ -113,11 +115,19 @@ def test_sweeps_and_other_drafts_are_counted(tmp_path: Path, verifier, drafts) -
     assert len(digests) == 16
 
 
-def test_sampling_in_several_processes_is_refused_on_cpus(tmp_path: Path, verifier, drafts) -> None:
+def test_sampling_in_several_processes_is_refused_on_cpus(
+    tmp_path: Path, verifier, drafts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = {"sampling": [{"temperature": 0.7}], "engine": {"tp": 2, "device": "cpu"}}
     with pytest.raises(UsageError, match="vLLM 0.31.0 loses the temperature"):
         loads_of(recipe_of(tmp_path, **more), verifier, drafts["own"])
     loads_of(recipe_of(tmp_path, engine=more["engine"]), verifier, drafts["own"])
+    # Before the first stage, too, not after an hour's training.
+    monkeypatch.setattr(workload, "load_workload", lambda *_: None)
+    recipe = recipe_of(tmp_path, **more)
+    ctx = SimpleNamespace(recipe=recipe, verifier=verifier, template=None, selection=None)
+    with pytest.raises(UsageError, match="vLLM 0.31.0 loses the temperature"):
+        Context.preflight(ctx)
 
 
 def test_paths_and_names_of_other_drafts(tmp_path: Path) -> None:

@@ -58,20 +58,28 @@ def make_loads(
     greedy = tuple(Case(size) for size in section.batch_sizes)
     first = section.batch_sizes[0]
     sampled = tuple(Case(first, s.temperature, s.top_p) for s in section.sampling)
+    check_sampling(recipe)
     alone = _spec(recipe, verifier, workload, greedy + sampled)
-    if sampled and alone.engine["device"] == "cpu" and not in_process(alone.engine):
-        raise UsageError(
-            "sampling with a draft on CPUs needs one process: vLLM 0.31.0 loses the temperature"
-            " (issue 55005), and what mends it (capture/vllm_cpu.py) reaches no others",
-            where=f"{recipe.name}: [[benchmark.sampling]]",
-            fix="set tp = 1 and pp = 1 in [benchmark.engine], or leave sampling out",
-        )
     loads = [Load(None, alone)]
     loads += [Load(name, _with(alone, info, section.k)) for name, info in drafts.items()]
     own = replace(loads[1].spec, cases=greedy)
     if section.profile:  # of the two that are compared in the headline
         loads[:2] = [replace(a, spec=replace(a.spec, profile=greedy[0])) for a in loads[:2]]
     return loads + [Load(OWN, replace(own, k=k)) for k in section.sweep_k]
+
+
+def check_sampling(recipe: Recipe) -> None:
+    """UsageError where sampled answers would not be what the recipe asks for."""
+    if not recipe.benchmark.sampling:
+        return
+    engine = settings(recipe.engine_for("benchmark"))
+    if engine["device"] == "cpu" and not in_process(engine):
+        raise UsageError(
+            "sampling with a draft on CPUs needs one process: vLLM 0.31.0 loses the temperature"
+            " (issue 55005), and what mends it (capture/vllm_cpu.py) reaches no others",
+            where=f"{recipe.name}: [[benchmark.sampling]]",
+            fix="set tp = 1 and pp = 1 in [benchmark.engine], or leave sampling out",
+        )
 
 
 def told(loads: Sequence[Load], folder: Path | None = None) -> list[str]:

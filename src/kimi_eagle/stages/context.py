@@ -90,11 +90,12 @@ class Context:
 
     def preflight(self) -> None:
         """Open everything that the recipe names, so that no fault shows after an hour's work."""
-        from kimi_eagle.bench.plan import open_against
+        from kimi_eagle.bench.plan import check_sampling, open_against
         from kimi_eagle.bench.workload import load_workload
 
         load_workload(self.recipe, self.template)
         open_against(self.recipe, self.verifier)
+        check_sampling(self.recipe)
         if not self.selection.rows:
             faults = {r.rule for r in self.selection.rejects}
             raise RunError(f"no usable row in the sources: {', '.join(sorted(faults)) or 'empty'}")
