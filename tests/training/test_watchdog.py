@@ -122,6 +122,21 @@ def wait_for(true, seconds: float = 60.0) -> bool:
     return said
 
 
+def test_collectives_wait_longer_than_the_watchdog():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        watchdog.outlast(540)
+        assert options._timeout.total_seconds() == 1800, "gloo's own is long enough"
+        watchdog.outlast(3600)
+        assert options._timeout.total_seconds() == 3660
+    finally:
+        dist.destroy_process_group()
+
+
 BUSY = """
 import sys, time
 from pathlib import Path

@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,13 @@ MODULE = "kimi_eagle.training.launch"
 POLL_SECONDS = 0.5
 LEAVE_SECONDS = 60.0
 """torchrun itself kills ranks that do not leave at SIGTERM after 30 s; it must live so long."""
+
+LONGEST_LOOK = 5.0
+"""Seconds that one look at the ranks counts at most: more have passed only for a process that stood
+still itself."""
+
+SHOWN_SECONDS = 90.0
+"""In so long a file of another node is seen (NFS keeps for 60 s that there was none, acdirmax)."""
 
 STOP_SECONDS = 600.0
 """Ranks that have not left this long after a stop was asked for are killed."""
@@ -97,7 +105,7 @@ def run(
     files.write_atomic(spec, files.to_json(data))
     watch = watchdog.Watch(ranks * nodes.count(), recipe.train.hang_seconds)
     _torchrun(workdir, ranks, watch, should_stop, on_progress, stop)
-    found = files.read_json(result)
+    found = _written(result)
     if found is None:
         raise RunError("the ranks ended without a result", where=workdir / "ranks.log")
     checkpoint = Path(found.pop("checkpoint")) if found.get("checkpoint") else None
@@ -119,13 +127,17 @@ def _torchrun(
     log = workdir / "ranks.log"
     watchdog.clear(workdir / watchdog.FOLDER)
     asked: float | None = None
+    looked = time.monotonic()
     with open(log, "ab") as out:
+        begun = out.tell()
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=_environment(ranks)
         )
         try:
             while process.poll() is None:
-                _look(watch, workdir, log)
+                # Not POLL_SECONDS: a look takes time too, and NCCL's 600 s go by the clock.
+                before, looked = looked, time.monotonic()
+                _look(watch, workdir, log, min(looked - before, LONGEST_LOOK))
                 if step := files.read_json(workdir / "progress.json"):
                     on_progress(step)
                 if asked is None and should_stop():
@@ -144,15 +156,15 @@ def _torchrun(
                     process.kill()
                     process.wait()
     if process.returncode:
-        raise RunError(f"training failed: {_last_line(log)}", where=log)
+        raise RunError(f"training failed: {_last_line(log, begun)}", where=log)
 
 
-def _look(watch: watchdog.Watch, workdir: Path, log: Path) -> None:
-    """Tell of ranks that lag; RunError for one that hangs."""
+def _look(watch: watchdog.Watch, workdir: Path, log: Path, passed: float) -> None:
+    """Tell of ranks that lag; RunError for one that hangs. passed: seconds since the last look."""
     beats = watchdog.read(workdir / watchdog.FOLDER)
     for word in watch.lagging(beats):
         logger.warning("%s", word)
-    if word := watch.look(beats, POLL_SECONDS):
+    if word := watch.look(beats, passed):
         raise RunError(word, where=log, fix="the same command goes on from the last checkpoint")
 
 
@@ -162,9 +174,20 @@ def _environment(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
 
-def _last_line(log: Path) -> str:
-    """The error that the ranks left, not torchrun's own summary after it."""
-    lines = [x.strip() for x in log.read_text(errors="replace").splitlines() if x.strip()]
+def _written(path: Path) -> Any | None:
+    """The JSON that rank 0 wrote, on whichever node it was; None where it did not."""
+    waits = int(SHOWN_SECONDS / POLL_SECONDS) if nodes.count() > 1 else 0
+    while (found := files.read_json(path)) is None and waits:
+        waits -= 1
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+def _last_line(log: Path, begun: int) -> str:
+    """The error that the ranks left, not torchrun's own summary after it. begun: bytes of the log
+    that were there before (earlier attempts')."""
+    text = log.read_bytes()[begun:].decode(errors="replace")
+    lines = [x.strip() for x in text.splitlines() if x.strip()]
     errors = [x for x in lines if "Error" in x and not x.startswith(("torch.distributed", "raise"))]
     return (errors or lines or ["no log"])[-1]
 
@@ -195,5 +218,19 @@ def _rank(workdir: Path) -> None:
         files.write_atomic(workdir / "result.json", text)
 
 
+def _main(workdir: Path) -> None:
+    """What torchrun starts: `_rank`, which leaves at once where it fails.
+
+    Others then wait for this rank within NCCL, and the end of NCCL (in Python's own end, too) waits
+    for them: torchrun would see no rank fail, and the log would show no error.
+    """
+    try:
+        _rank(workdir)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
 if __name__ == "__main__":
-    _rank(Path(sys.argv[1]))
+    _main(Path(sys.argv[1]))

@@ -110,6 +110,7 @@ def train(
     if device == "cpu":
         _cpu_threads()
     distributed.maybe_setup_distributed()
+    watchdog.outlast(section.hang_seconds)
     try:
         set_seed(recipe.seed)
         if get_rank() == 0:
@@ -122,11 +123,13 @@ def train(
         estimator = Estimator(recipe, verifier, model.d2t, device)
         own_watch = watchdog.OwnWatch(section.hang_seconds) if get_world_size() == 1 else None
         with watchdog.Pulse(workdir / watchdog.FOLDER, get_rank(), own_watch) as pulse:
-            return _run(recipe, device, model, loaders, schedule, workdir, started,
-                        estimator, pulse, should_stop, on_progress)  # fmt: skip
+            result = _run(recipe, device, model, loaders, schedule, workdir, started,
+                          estimator, pulse, should_stop, on_progress)  # fmt: skip
+        # Not where a rank fails: NCCL's end waits for the others, and they wait for this rank.
+        maybe_destroy_distributed()
+        return result
     finally:
         curves.stop()
-        maybe_destroy_distributed()
 
 
 def build_model(
@@ -233,6 +236,10 @@ def _run(
     def steps_in_all() -> int:
         return trainer.global_step + schedule.steps - trainer.position
 
+    def tokens() -> int:
+        # Other ranks may have done more steps than these ones' plan has (max_steps counts all).
+        return int(seen[min(trainer.position, schedule.steps)])
+
     def after_step(step: int) -> bool:
         last = log.last if log else None
         if last and get_rank() == 0:
@@ -240,7 +247,7 @@ def _run(
                 {
                     "step": step,
                     "steps": steps_in_all(),
-                    "tokens": int(seen[trainer.position]),
+                    "tokens": tokens(),
                     "total_tokens": total,
                     **{k: last[k] for k in ("epoch", "tokens_per_s", "loss", "accuracy")},
                     **estimated,
@@ -275,7 +282,7 @@ def _run(
         curves=curve_path,
         steps=trainer.global_step,
         total_steps=steps_in_all(),
-        tokens=int(seen[trainer.position]),
+        tokens=tokens(),
         seconds=time.monotonic() - started,
         interrupted=interrupted,
     )

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -213,6 +214,18 @@ def clear(folder: Path) -> None:
     """Forget what ranks of an earlier attempt said."""
     for path in folder.glob("rank-*.json"):
         path.unlink(missing_ok=True)
+
+
+def outlast(seconds: float) -> None:
+    """Let collectives wait longer than `seconds`, after which a rank that hangs is named here.
+
+    NCCL ends the process after 600 s, a longer hang_seconds or not. speculators' set-up has no
+    parameter for it (0.9.0); the function is torch's own (2.13.0), which torchtitan uses likewise.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized() and seconds + 60 > 600:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds + 60))
 
 
 class OwnWatch:
