@@ -274,7 +274,7 @@ def test_runs_that_were_not_measured_alike_are_told() -> None:
         ({"details": {**whole["details"], "machine": {"cpu": "x"}}}, ["speed on another machine"]),
         ({"details": {**whole["details"], "threads": 1}}, ["speed on another machine"]),
         (
-            {"details": {**whole["details"], "versions": {"vllm": "0.30.0"}}},
+            {"details": {**whole["details"], "engine": {"vllm": "0.30.0"}}},
             ["another version of vLLM"],
         ),
         (

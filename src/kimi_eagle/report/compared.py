@@ -84,7 +84,7 @@ def warnings(places: Sequence[Place]) -> list[str]:
         (differ("details", "verifier_id"), "another verifier"),
         (differ("details", "batch_sizes", 0, "batch_size"), "speed at another batch size"),
         (differ("details", "machine") or differ("details", "threads"), "speed on another machine"),
-        (differ("details", "versions", "vllm"), "another version of vLLM"),
+        (differ("details", "engine", "vllm"), "another version of vLLM"),
         (differ("format"), "another format of results, whose figures may mean something else"),
     ]
     return [f"Not measured alike: {what}." for there, what in found if there]
