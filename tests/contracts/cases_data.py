@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,19 @@ def no_held_out(place: Place) -> None:
     place.recipe["benchmark"]["prompts"] = "held_out.jsonl"
 
 
+def no_other_draft(place: Place) -> None:
+    place.recipe["benchmark"]["against"] = ["drafts/absent"]
+
+
+def anothers_draft(place: Place) -> None:
+    place.recipe["benchmark"]["against"] = ["drafts/foreign"]
+    (folder := place.path / "drafts/foreign").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    layer = {"vocab_size": VOCAB + 1}
+    config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def no_folder(place: Place) -> None:
     """The disk with all of them is not mounted."""
     names = ("chat", "code", "maths")
@@ -193,6 +207,8 @@ CASES = [
     Case("data-sources", cut_parquet, "not a Parquet file, or cut off"),
     Case("data-sources", lambda p: parquet(p, ["text"]), "no columns input_ids+loss_mask"),
     Case("data-sources", lambda p: parquet(p, ["text"], "auto"), "no known columns"),
+    Case("data-sources", no_other_draft, "benchmark.against absent: no such directory"),
+    Case("data-sources", anothers_draft, "for another verifier: vocab_size 385, the verifier has"),
     Case("data-format", no_part, "tokens part cannot be read", good=samples),
     Case("data-token-ids", foreign_id, "token id 384", good=samples),
     Case("data-loss", no_loss, "a sample without loss token", good=samples),

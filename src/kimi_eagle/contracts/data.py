@@ -17,6 +17,7 @@ from kimi_eagle.contracts.facts import Facts
 from kimi_eagle.contracts.rule import NotConcerned, Note, Problem, rule
 from kimi_eagle.data.inputs import OPENED, look_at
 from kimi_eagle.errors import UsageError
+from kimi_eagle.recipe import Recipe
 
 READ = 2048
 """Samples of the first part whose ids and masks are read."""
@@ -30,12 +31,14 @@ AGAIN = (
 
 @rule(
     "data-sources",
-    what="Each source and the file of held-out prompts is there, can be read and holds something.",
+    what="Each source and the file of held-out prompts is there, can be read and holds something; "
+    "each draft that the benchmark compares with is one for this verifier.",
     why="Sources are read when the first stage plans its work and the held-out prompts with them: "
     "in a job that has waited for its GPUs, for a path that was mistyped at the desk.",
     how="Paths, kinds of files and sizes, folders as they will be read; of each Parquet file the "
     f"first and last bytes and of the first one the columns; at most {OPENED} files of a source "
-    "are opened, and no row is read: what is wrong with rows, stages say.",
+    "are opened, and no row is read: what is wrong with rows, stages say. Of drafts config.json "
+    "and the names of weight files (bench/draftdir.py).",
     fix="correct the path in [[sources]] or [benchmark], or put the file there",
     stages=("regenerate", "prepare", "benchmark"),
 )
@@ -58,6 +61,18 @@ def sources(facts: Facts) -> Iterator[Problem | Note]:
     for what, ((who, e), *more) in faults.items():
         others = f" (and of {', '.join(name for name, _ in more)})" if more else ""
         yield Problem(f"{who}: {what}{others}", e.where, e.expected, e.fix)
+    yield from _other_drafts(recipe)
+
+
+def _other_drafts(recipe: Recipe) -> Iterator[Problem]:
+    from kimi_eagle.bench.draftdir import open_draft
+
+    verifier = Path(recipe.verifier.path)  # what is wrong with it other rules say
+    for other in recipe.benchmark.against:
+        try:
+            open_draft(other.path, verifier if (verifier / "config.json").is_file() else None)
+        except UsageError as e:
+            yield Problem(f"benchmark.against {other.name}: {e.what}", e.where, e.expected, e.fix)
 
 
 @rule(
