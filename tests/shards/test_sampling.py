@@ -119,6 +119,14 @@ def test_another_number_of_ranks_goes_on_by_samples():
     assert two.step_at(0, two.first_sample(0, 5)) == 5
 
 
+def test_other_ranks_at_the_end_of_an_epoch_have_no_step_left():
+    """One rank reads the samples that eight leave out."""
+    lengths = np.full(987, 30)
+    one, eight = (Sampling(lengths, 100, ranks=r) for r in (1, 8))
+    assert one.first_sample(0, one.steps(0)) == 987 > eight.first_sample(0, eight.steps(0))
+    assert eight.step_at(0, 987) == eight.steps(0)
+
+
 @pytest.mark.parametrize(("window", "ranks"), [(0, 1), (0, 8), (64, 8)])
 def test_a_million_samples_are_packed_well(window, ranks):
     rng = np.random.default_rng(0)

@@ -173,8 +173,9 @@ class Sampling:
         return int(self.bounds(epoch)[step])
 
     def step_at(self, epoch: int, sample: int) -> int:
-        """The first step that takes no sample before place `sample` of the epoch's order."""
-        return int(np.searchsorted(self.bounds(epoch), sample))
+        """The first step that takes no sample before place `sample` of the epoch's order; their
+        number where there is none."""
+        return int(min(np.searchsorted(self.bounds(epoch), sample), self.steps(epoch)))
 
     def batches(self, epoch: int, rank: int = 0) -> Batches:
         """The batches of a rank in an epoch; ValueError for a rank that is not there."""
