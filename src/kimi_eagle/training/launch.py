@@ -131,7 +131,7 @@ def _torchrun(
     with open(log, "ab") as out:
         begun = out.tell()
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=_environment(ranks)
+            command, stdout=out, stderr=subprocess.STDOUT, env=nodes.environment(ranks)
         )
         try:
             while process.poll() is None:
@@ -166,12 +166,6 @@ def _look(watch: watchdog.Watch, workdir: Path, log: Path, passed: float) -> Non
         logger.warning("%s", word)
     if word := watch.look(beats, passed):
         raise RunError(word, where=log, fix="the same command goes on from the last checkpoint")
-
-
-def _environment(ranks: int) -> dict[str, str]:
-    """The cores of this node shared among its ranks; torchrun would give each one thread."""
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
 
 def _written(path: Path) -> Any | None:

@@ -43,6 +43,15 @@ def torchrun(ranks: int, meeting: dict[str, str] | None, module: str, workdir: P
     return [*command, "-m", module, str(workdir)]
 
 
+def environment(ranks: int) -> dict[str, str]:
+    """For torchrun: the cores of this node shared among its ranks, where it gives each one thread.
+
+    ranks: on this node.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ}
+
+
 def lead(stage: StageDir, ranks: int, module: str, workdir: Path) -> dict[str, str] | None:
     """Choose the meeting point and tell the other nodes; None for one node."""
     if count() == 1:
@@ -80,7 +89,7 @@ def follow(stage: StageDir) -> int:
         if told and told["id"] != seen:
             seen = told["id"]
             argv = torchrun(told["ranks"], told, told["module"], Path(told["workdir"]))
-            code = subprocess.run(argv, check=False).returncode
+            code = subprocess.run(argv, check=False, env=environment(told["ranks"])).returncode
         time.sleep(POLL_SECONDS)
 
 
