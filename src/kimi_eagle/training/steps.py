@@ -153,8 +153,8 @@ class StepTrainer(Trainer):
                 self.doing("backward")
                 (loss / len(batches) if len(batches) > 1 else loss).backward()
             total = total + loss.detach()
-            metrics["error_records_sum"] = total.new_tensor(batch["error_records"])
-            metrics["error_records_total"] = total.new_tensor(float(self.rank == 0))
+            metrics["error_records_sum"] = total.new_full((), batch["error_records"])
+            metrics["error_records_total"] = total.new_full((), self.rank == 0)
             sums = {k: v.detach().float() + sums.get(k, 0) for k, v in metrics.items()}
         return total, sums
 
@@ -177,9 +177,10 @@ class StepTrainer(Trainer):
     def _look(self, local_step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Note the first step that is not finite, without waiting for the device."""
         found = torch.stack([loss.double(), norm.double()])
-        where = found.new_tensor([self.global_step + 1, local_step])
+        # new_full, not new_tensor: a list copied to a GPU waits for what is going on there.
+        where = [found.new_full((1,), number) for number in (self.global_step + 1, local_step)]
         first = ~torch.isfinite(found).all() & self._not_finite[0].isnan()
-        self._not_finite = torch.where(first, torch.cat([where, found]), self._not_finite)
+        self._not_finite = torch.where(first, torch.cat([*where, found]), self._not_finite)
 
     def _log(
         self,
