@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kimi_eagle import files
@@ -48,6 +50,8 @@ def work(ctx: Context, worker: Worker) -> None:
     for attempt in worker.attempts(units, max_failures=1):
         with attempt, worker.phase("work"):
             _trained, workload = attempt.unit.payload
+            workdir = worker.dir.files / f"work-{attempt.unit.key}"
+            take_earlier(worker.dir.files, workdir / "measurements")
             found = overlap.near_duplicates(ctx.recipe, ctx.selection.rows, ctx.verifier.vocab_size)
             if word := overlap.warning(found):
                 print(f"warning: {word}", file=sys.stderr, flush=True)
@@ -55,7 +59,7 @@ def work(ctx: Context, worker: Worker) -> None:
                 ctx.recipe,
                 ctx.verifier,
                 ctx.run.draft,
-                worker.dir.files / f"work-{attempt.unit.key}",
+                workdir,
                 workload=workload,
                 results=(path := attempt.path("results.json")),
                 duplicates=found,
@@ -67,6 +71,15 @@ def work(ctx: Context, worker: Worker) -> None:
             info = {k: results[k] for k in shown} | ({"warning": word} if word else {})
             attempt.commit([path], info=info)
     publish(ctx)
+
+
+def take_earlier(work: Path, folder: Path) -> None:
+    """Link the measurements of earlier keys into `folder`: one more k, batch size or draft in the
+    recipe measures just that. Their names and contents hold the digest of what was measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for earlier in work.glob("work-*/measurements/*.json"):
+        with suppress(FileExistsError):
+            (folder / earlier.name).hardlink_to(earlier)
 
 
 def _tell(worker: Worker, lines: list[str]) -> None:
