@@ -68,7 +68,7 @@ class BenchmarkSection(Section):
     """Draft tokens a step (num_speculative_tokens) of the headline."""
     sweep_k: tuple[Annotated[int, Field(ge=1, le=64)], ...] = ()
     """Other k to measure, as [1, 2, 4, 5]: each is an engine load more, for the run's own draft."""
-    max_tokens: int = Field(default=128, ge=1)
+    max_tokens: int = Field(default=128, ge=2)
     """Tokens of an answer at most."""
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(default=(1, 16), min_length=1)
     """Sequences in flight; the first one gives the headline figures."""

@@ -11,8 +11,7 @@ from xml.etree.ElementTree import fromstring
 
 from made_results import made_results
 
-from kimi_eagle.bench import curves
-from kimi_eagle.report import compared
+from kimi_eagle.report import compared, curves
 from kimi_eagle.report.page import ReportData, render, write_report
 from kimi_eagle.report.shown import Place
 

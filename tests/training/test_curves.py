@@ -80,7 +80,7 @@ def test_lines_have_what_a_person_asks_for(tmp_path):
 
 
 def test_the_report_reads_an_estimate_with_its_validation(tmp_path):
-    from kimi_eagle.bench import curves as told
+    from kimi_eagle.report import curves as told
     from kimi_eagle.training import curves
 
     curves.start(tmp_path / "curves.jsonl", tmp_path / "tb")

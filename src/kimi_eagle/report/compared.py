@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench import curves
 from kimi_eagle.files import write_atomic
+from kimi_eagle.report import curves
 from kimi_eagle.report.acceptance import GAIN, INTERVAL, bar_of, spread
 from kimi_eagle.report.page import page
 from kimi_eagle.report.run import duration, size

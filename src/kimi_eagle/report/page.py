@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, tostring
 
-from kimi_eagle.bench import curves
 from kimi_eagle.files import write_atomic
-from kimi_eagle.report import acceptance, breakdown, measured, run, trained
+from kimi_eagle.report import acceptance, breakdown, curves, measured, run, trained
 from kimi_eagle.report.shown import Place
 from kimi_eagle.report.svg import h
 from kimi_eagle.report.tables import flat, section, table

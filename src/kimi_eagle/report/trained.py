@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from kimi_eagle.bench import curves
+from kimi_eagle.report import curves
 from kimi_eagle.report.shown import Place
 from kimi_eagle.report.svg import Series, lines
 from kimi_eagle.report.tables import figure
