@@ -108,7 +108,8 @@ class TrainSection(Section):
     hang_seconds: float = Field(default=540.0, gt=0)
     """Training without a sign of progress for so long ends with an error that names the rank, so
     that the job is tried again. The default lies below the 600 s after which NCCL gives up without
-    naming one; a checkpoint must be written within it. In no key."""
+    naming one, and where this is longer NCCL waits longer, too. A checkpoint must be written within
+    it, and read: 25 GB in 540 s are 46 MB/s. In no key."""
     data_workers: int = Field(default=0, ge=0)
     """Processes that read shards, for each rank; 0 reads in the training process."""
     shuffle_shards: int = Field(default=0, ge=0)
