@@ -157,6 +157,22 @@ def test_killed_while_deleting_an_old_one(make, tmp_path):
     assert checkpoints.epochs(tmp_path) == [1] and not (tmp_path / "old-0").exists()
 
 
+def test_a_mount_that_is_lost_is_no_torn_checkpoint(make, tmp_path, monkeypatch):
+    """Set aside, it would be trained again from the start, with a word in a log."""
+    from kimi_eagle.training import checkpoints
+
+    make(tmp_path / "0")
+
+    def lost(path, _mode):
+        raise OSError(116, "Stale file handle", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "open", lost, raising=False)
+        with pytest.raises(OSError, match="Stale"):
+            checkpoints.tidy(tmp_path)
+    assert checkpoints.tidy(tmp_path) == [] and checkpoints.epochs(tmp_path) == [0]
+
+
 def test_a_folder_that_does_not_go_ends_nothing(make, tmp_path, monkeypatch):
     """As on NFS, where a file that somebody has open stays as `.nfs...` until it is closed."""
     from kimi_eagle.training import checkpoints

@@ -115,6 +115,18 @@ def test_the_error_is_of_this_attempt(monkeypatch, tmp_path: Path) -> None:
         )
 
 
+def test_progress_that_cannot_be_read_ends_nothing(monkeypatch, tmp_path: Path) -> None:
+    """As a file that another node replaces while this one reads it."""
+    from kimi_eagle.training import launch, watchdog
+
+    workdir = tmp_path / "files" / "work"
+    (workdir / "progress.json").mkdir(parents=True)  # cannot be read
+    look_slowly(monkeypatch, 0.0, "sleep 0.2")
+    launch._torchrun(
+        workdir, 1, watchdog.Watch(1, 1e9), lambda: False, lambda _s: None, tmp_path / "stop"
+    )
+
+
 def test_what_another_node_wrote_is_waited_for(monkeypatch, tmp_path: Path) -> None:
     """torchrun gives rank 0 to the first node by name, which need not be this one."""
     from kimi_eagle.training import launch

@@ -15,6 +15,7 @@ The last `keep` checkpoints stay, and the best.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import secrets
@@ -33,13 +34,18 @@ STATE = "training_state.json"
 METRICS = "val_metrics.json"
 SAVING, OLD, BROKEN, GONE = "saving-", "old-", "broken-", "gone-"
 
+NOT_THE_FILE = frozenset({errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE, errno.ENFILE})
+"""What a lost mount, a wrong user or a full table of open files says, of whole files too."""
+
 
 def fault(folder: Path, *, scheduler: bool = True) -> str | None:
-    """Why the checkpoint in `folder` is not whole; None when it is.
+    """Why the checkpoint in `folder` is not whole; None when it is. OSError where that cannot be
+    told now: a good one must not be set aside for it.
 
     scheduler: whether the run has a learning-rate schedule whose state must be there.
     """
     try:
+        open(folder / "model.safetensors", "rb").close()  # errors of safetensors have no errno
         with safe_open(folder / "model.safetensors", framework="pt") as f:
             if not list(f.keys()):
                 return "model.safetensors is empty"
@@ -54,6 +60,8 @@ def fault(folder: Path, *, scheduler: bool = True) -> str | None:
     except FileNotFoundError as e:
         return f"{Path(e.filename or '').name or 'a file'} is missing"
     except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as e:
+        if isinstance(e, OSError) and e.errno in NOT_THE_FILE:
+            raise
         return f"{type(e).__name__}: {e}".splitlines()[0]
     except Exception as e:  # torch.load of a torn file: pickle.UnpicklingError and others
         return f"cannot be read: {type(e).__name__}"

@@ -12,6 +12,7 @@ job has several nodes, `nodes.py` brings their torchruns together.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -138,7 +139,10 @@ def _torchrun(
                 # Not POLL_SECONDS: a look takes time too, and NCCL's 600 s go by the clock.
                 before, looked = looked, time.monotonic()
                 _look(watch, workdir, log, min(looked - before, LONGEST_LOOK))
-                if step := files.read_json(workdir / "progress.json"):
+                step = None
+                with contextlib.suppress(OSError):  # NFS: replaced under the reader (ESTALE)
+                    step = files.read_json(workdir / "progress.json")
+                if step:
                     on_progress(step)
                 if asked is None and should_stop():
                     stop.touch()
