@@ -115,6 +115,26 @@ def test_the_error_is_of_this_attempt(monkeypatch, tmp_path: Path) -> None:
         )
 
 
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (["kimi_eagle.errors.RunError: no disk", "ValueError: of another", GLOO], "no disk"),
+        (["torch.OutOfMemoryError: CUDA out of memory", GLOO], "CUDA out of memory"),
+        ([GLOO, "torch.distributed.elastic.ChildFailedError:"], "closed by peer"),
+    ],
+)
+def test_the_error_is_of_the_rank_that_failed(tmp_path: Path, said: list[str], told: str) -> None:
+    """The others say that it has gone, and later."""
+    from kimi_eagle.training import launch
+
+    log = tmp_path / "ranks.log"
+    log.write_text("\n".join(said))
+    assert told in launch._last_line(log, 0)
+
+
 def test_progress_that_cannot_be_read_ends_nothing(monkeypatch, tmp_path: Path) -> None:
     """As a file that another node replaces while this one reads it."""
     from kimi_eagle.training import launch, watchdog

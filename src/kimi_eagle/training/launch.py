@@ -187,7 +187,10 @@ def _last_line(log: Path, begun: int) -> str:
     text = log.read_bytes()[begun:].decode(errors="replace")
     lines = [x.strip() for x in text.splitlines() if x.strip()]
     errors = [x for x in lines if "Error" in x and not x.startswith(("torch.distributed", "raise"))]
-    return (errors or lines or ["no log"])[-1]
+    # The other ranks lose their connection to the one that failed, and say so after it.
+    first = [x for x in errors if "by peer" not in x]
+    own = [x for x in first if x.startswith("kimi_eagle.errors.")]
+    return (own or first or errors or lines or ["no log"])[-1]
 
 
 def _rank(workdir: Path) -> None:
