@@ -1,6 +1,6 @@
 """A job of two nodes: torchrun on each, meeting on a free port of the first; by real srun.
 
-What runs on the ranks is a sum over gloo, not training: several ranks on CPUs are not supported.
+What runs on the ranks is a sum over gloo, not training (tests/training/test_ranks.py, on one node).
 """
 
 from __future__ import annotations
