@@ -42,9 +42,9 @@ def test_process_group_of_ranks_on_cpus(patches, monkeypatch):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr(distributed, "_is_distributed", False)  # put back at the end
     with pytest.raises((RuntimeError, ValueError), match="accelerator"):
         distributed.maybe_setup_distributed()
-    monkeypatch.setattr(distributed, "_is_distributed", False)
     patches.apply("cpu")
     distributed.maybe_setup_distributed()
     try:

@@ -46,10 +46,11 @@ def _plain_loop(iterable: Iterable[Any], **_kwargs: Any) -> Iterable[Any]:
 
 def _over_gloo(sp_size: int = 1) -> None:
     """`maybe_setup_distributed` for ranks without accelerators; sp_size as there."""
-    if "LOCAL_RANK" not in os.environ:
+    distributed._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    distributed._is_distributed = "LOCAL_RANK" in os.environ
+    if not distributed._is_distributed:
         return
     dist.init_process_group("gloo")
-    distributed._local_rank, distributed._is_distributed = int(os.environ["LOCAL_RANK"]), True
     distributed._rank, distributed._world_size = dist.get_rank(), dist.get_world_size()
     distributed._init_sp_process_groups(distributed._rank, distributed._world_size, sp_size)
 
