@@ -23,9 +23,11 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kimi_eagle.bench.loops import find_loop
 from kimi_eagle.bench.workload import Workload
 from kimi_eagle.errors import RunError
 
@@ -131,6 +133,11 @@ class Run:
     def output_tokens(self) -> int:
         """Generated tokens of all prompts."""
         return sum(len(t) for t in self.tokens)
+
+    @cached_property
+    def loops(self) -> list[dict[str, int] | None]:
+        """Of each answer its loop, None where it is none (loops.find_loop)."""
+        return [find_loop(answer) for answer in self.tokens]
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ def _prompts(workload: Workload, k: int, draft: Run, baseline: Run) -> list[dict
             "finish_reason": draft.finish_reasons[i],
             "identical": draft.tokens[i] == baseline.tokens[i],
             "first_difference": first_difference(draft.tokens[i], baseline.tokens[i]),
-            "loop": loops.find_loop(draft.tokens[i]) or loops.find_loop(baseline.tokens[i]),
+            "loop": draft.loops[i] or baseline.loops[i],
             **lengths[i],
         }
         for i, name in enumerate(workload.names)
@@ -263,8 +263,7 @@ def _prompts(workload: Workload, k: int, draft: Run, baseline: Run) -> list[dict
 
 
 def _loops(workload: Workload, k: int, draft: Run, baseline: Run) -> dict[str, Any]:
-    pairs = zip(draft.tokens, baseline.tokens, strict=True)
-    found = [bool(loops.find_loop(a) or loops.find_loop(b)) for a, b in pairs]
+    found = [bool(a or b) for a, b in zip(draft.loops, baseline.loops, strict=True)]
     theirs = [h for h, loop in zip(draft.histograms or [], found, strict=True) if loop]
     return loops.told(found, workload.names) | {
         "left_out": any(found) and len(kept_prompts(draft, baseline)) < len(found),

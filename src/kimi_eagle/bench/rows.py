@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from kimi_eagle.bench.intervals import intervals
-from kimi_eagle.bench.loops import find_loop
 from kimi_eagle.bench.measure import Case, Run
 from kimi_eagle.errors import RunError
 
@@ -18,7 +17,7 @@ def kept_prompts(draft: Run, alone: Run) -> list[int]:
     """Indices of the prompts that make the figures: those whose answer, with the draft and without,
     is no loop. All of them where that leaves fewer than two, or none with a draft."""
     every = range(len(draft.tokens))
-    kept = [i for i in every if not (find_loop(draft.tokens[i]) or find_loop(alone.tokens[i]))]
+    kept = [i for i in every if not (draft.loops[i] or alone.loops[i])]
     drafted = any(sum(h) for h in (draft.histograms[i] for i in kept)) if draft.histograms else 0
     return kept if len(kept) > 1 and drafted else list(every)
 
@@ -37,6 +36,7 @@ def make_row(name: str, k: int, case: Case, draft: Run, alone: Run, seed: int) -
     histograms = [draft.histograms[i] for i in kept]
     speed = _speed(draft, alone, kept if single else None)
     every = acceptance(draft.histograms, k)
+    same = identity(draft, alone) if case.greedy else None
     return {
         "draft": name,
         "k": k,
@@ -50,8 +50,8 @@ def make_row(name: str, k: int, case: Case, draft: Run, alone: Run, seed: int) -
         "time_to_first_token": _both(draft, alone, kept, "first_token_seconds"),
         "time_per_output_token": _both(draft, alone, kept, "token_seconds"),
         "intervals": intervals(histograms, k, _each(draft, alone, kept) if single else None, seed),
-        "identical_prompts": _same(draft, alone) if case.greedy else None,
-        "identity": identity(draft, alone) if case.greedy else None,
+        "identical_prompts": same and same["identical_prompts"],
+        "identity": same,
         "all_prompts": {"acceptance_length": every["acceptance_length"], **_speed(draft, alone)},
         "drafts": counters.get("num_drafts", 0),
         "draft_tokens": counters.get("num_draft_tokens", 0),
@@ -144,10 +144,6 @@ def _both(draft: Run, alone: Run, kept: Sequence[int], name: str) -> dict[str, A
             {"median": _quantile(values, 0.5), "p90": _quantile(values, 0.9)} if values else None
         )
     return found
-
-
-def _same(one: Run, other: Run) -> int:
-    return sum(a == b for a, b in zip(one.tokens, other.tokens, strict=True))
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
