@@ -12,7 +12,6 @@ who let it go on with another one, and why; what holds is RUN/image.json.
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import socket
 import time
@@ -24,19 +23,7 @@ from kimi_eagle.rundir import RunDir
 
 def every(run: RunDir) -> list[dict[str, Any]]:
     """Every decision, oldest first; a line cut short by a full disk is left out."""
-    try:
-        lines = run.accepted.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in lines:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            found.append(entry)
-    return found
+    return list(files.json_lines(run.accepted))
 
 
 def read(run: RunDir) -> list[dict[str, Any]]:

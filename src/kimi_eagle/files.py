@@ -125,6 +125,23 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines; a line that is none (cut short, foreign) is left out.
+    None where there is no file."""
+    try:
+        stream = path.open(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    with stream:
+        for text in stream:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
 def file_digest(path: Path) -> str:
     """xxh3-128 of a file's bytes, 32 hex digits (finds damage, not tampering; 10 GB/s a core)."""
     state = xxhash.xxh3_128()

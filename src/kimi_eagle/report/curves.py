@@ -7,10 +7,11 @@ from training.curves, which imports speculators.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from kimi_eagle import files
 
 POINTS = 80
 """Points of a training curve at most; each is the mean of equally many logged steps."""
@@ -24,7 +25,7 @@ def read(path: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
     """
     training: list[dict[str, Any]] = []
     validation: list[dict[str, Any]] = []
-    for line in _json_lines(path):
+    for line in files.json_lines(path) if path and path.is_file() else ():
         if "step" not in line:
             continue
         if "val_loss" in line:
@@ -35,19 +36,6 @@ def read(path: Path | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
             if validation[-1]["step"] == line["step"]:
                 validation[-1] = {**validation[-1], **line}
     return training, validation
-
-
-def _json_lines(path: Path | None) -> Iterator[dict[str, Any]]:
-    if path is None or not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        for text in stream:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                yield line
 
 
 def _bin_size(count: int) -> int:
