@@ -25,7 +25,7 @@ from kimi_eagle.recipe_jobs import STAGES as STAGES
 from kimi_eagle.recipe_jobs import ContainerSection, NotifySection, SlurmSection
 from kimi_eagle.recipe_train import DraftSection as DraftSection
 from kimi_eagle.recipe_train import TrainSection
-from kimi_eagle.typed_toml import Section, absolute_path, read_toml, validated
+from kimi_eagle.typed_toml import Section, absolute_path, located, read_toml, stem, validated
 
 
 class VerifierSection(Section):
@@ -195,7 +195,7 @@ class Recipe(Section):
             ("sources", self.sources),
             ("benchmark.sources", self.benchmark.sources),
         ):
-            names = [s.name or Path(s.path).stem for s in sources]
+            names = [s.name or stem(s.path) for s in sources]
             if len(set(names)) != len(names):
                 raise ValueError(f'{key}: names must differ, got {names}; set name = "..."')
         return self
@@ -249,12 +249,6 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
     def full(text: str) -> str:
         return absolute_path(text, base)
 
-    def named(sources: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(
-            s.model_copy(update={"path": full(s.path), "name": s.name or Path(s.path).stem})
-            for s in sources
-        )
-
     template, vocab, train = recipe.template, recipe.vocab, recipe.train
     if template.chat_template:
         template = template.model_copy(update={"chat_template": full(template.chat_template)})
@@ -268,7 +262,7 @@ def _absolute(recipe: Recipe, base: Path) -> Recipe:
             "template": template,
             "vocab": vocab,
             "train": train,
-            "sources": named(recipe.sources),
+            "sources": located(recipe.sources, full, stem),
             "benchmark": recipe.benchmark.absolute(full),
         }
     )

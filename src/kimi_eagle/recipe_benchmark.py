@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kimi_eagle.recipe_engine import StageEngineSection
-from kimi_eagle.typed_toml import Section
+from kimi_eagle.typed_toml import Section, located, stem
 
 WorkloadFormat = Literal[
     "auto", "messages", "conversations", "prompt", "tokens",
@@ -116,9 +116,7 @@ class BenchmarkSection(Section):
         """What is asked, with names and limits filled in."""
         given = self.sources or (WorkloadSection(path=str(self.prompts)),)
         return tuple(
-            w.model_copy(
-                update={"name": w.name or Path(w.path).stem, "limit": w.limit or self.limit}
-            )
+            w.model_copy(update={"name": w.name or stem(w.path), "limit": w.limit or self.limit})
             for w in given
         )
 
@@ -131,15 +129,10 @@ class BenchmarkSection(Section):
 
     def absolute(self, full: Callable[[str], str]) -> BenchmarkSection:
         """The same with names filled in and each path as `full` makes it."""
-        sources = [
-            s.model_copy(update={"path": full(s.path), "name": s.name or Path(s.path).stem})
-            for s in self.sources
-        ]
-        against = [
-            a.model_copy(update={"path": full(a.path), "name": a.name or name_of_draft(a.path)})
-            for a in self.against
-        ]
-        changes = {"sources": tuple(sources), "against": tuple(against)}
+        changes: dict[str, Any] = {
+            "sources": located(self.sources, full, stem),
+            "against": located(self.against, full, name_of_draft),
+        }
         if self.prompts:
             changes["prompts"] = full(self.prompts)
         return self.model_copy(update=changes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,3 +129,19 @@ def absolute_path(text: str, base: Path) -> str:
         return str(whole if same else path.parent.resolve() / path.name)
     except (ValueError, RuntimeError, OSError) as e:
         raise UsageError(f"not a path: {text!r} ({e})", where=base) from None
+
+
+def located(
+    entries: Sequence[Model], full: Callable[[str], str], named: Callable[[str], str]
+) -> tuple[Model, ...]:
+    """Entries with a `path` and perhaps a `name`: the path as `full` makes it of theirs, and where
+    they say no name that which `named` makes of it."""
+    return tuple(
+        e.model_copy(update={"path": full(e.path), "name": e.name or named(e.path)})
+        for e in entries
+    )
+
+
+def stem(path: str) -> str:
+    """The name of a file or folder without its ending."""
+    return Path(path).stem
