@@ -54,8 +54,8 @@ class Tally:
 
     k: int
     starts: int = 0
-    judged: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    accepted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    judged: np.ndarray = field(init=False)
+    accepted: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.judged, self.accepted = np.zeros(self.k, np.int64), np.zeros(self.k, np.int64)

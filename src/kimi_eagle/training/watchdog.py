@@ -7,8 +7,8 @@ it. Files, because a rank that hangs answers no collective, and the store of tor
 the node that holds it; torch's own watchdog (NCCL, 600 s) says that a collective timed out, not for
 whom.
 
-Time is counted in looks, not by the clock: a job that was suspended for an hour (Slurm's suspend,
-SIGSTOP for all) has not hung.
+Time is that between looks, of which the reader counts a few seconds each at most: a job that was
+suspended for an hour (Slurm's suspend, SIGSTOP for all) has not hung.
 """
 
 from __future__ import annotations
