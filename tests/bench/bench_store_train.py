@@ -11,17 +11,15 @@ turns; medians of the pairs. The share of a step that waited for data is printed
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 from states import SMOLLM2, smollm2, tokens_of_text
+from turns import arguments, compared, in_turns, tell, trained
 
 from kimi_eagle.shards import ShardSet, ShardWriter
 
@@ -82,39 +80,23 @@ def train(folder: Path, codec: str, steps: int) -> None:
         lines = [json.loads(x) for x in result.curves.read_text().splitlines()]
     waits = [x["data_wait"] for x in lines if "data_wait" in x][WARM:]
     each = (ends[-1] - ends[WARM - 1]) / (len(ends) - WARM)
-    print("RESULT", json.dumps([each, statistics.mean(waits)]), flush=True)
-
-
-def once(folder: Path, codec: str, steps: int) -> tuple[float, float]:
-    command = [sys.executable, __file__, "--train", codec, "--steps", str(steps)]
-    out = subprocess.run(
-        [*command, "--folder", str(folder)], capture_output=True, text=True, check=True
-    ).stdout
-    return tuple(json.loads(out.rpartition("RESULT ")[2]))
+    tell([each, statistics.mean(waits)])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--train", choices=CODECS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(__doc__, CODECS, pairs=6)
     if args.train:
         train(args.folder, args.train, args.steps)
         return 0
-    found: dict[str, list[tuple[float, float]]] = {c: [] for c in CODECS}
     with tempfile.TemporaryDirectory() as temp:
         make(Path(temp))
-        for turn in range(args.pairs):
-            for codec in CODECS[:: 1 if turn % 2 else -1]:
-                found[codec].append(once(Path(temp), codec, args.steps))
+        found = in_turns(
+            CODECS, args.pairs, lambda codec: trained(__file__, codec, Path(temp), args.steps)
+        )
     good = 0.0
     for codec in CODECS:
-        ratios = [a[0] / b[0] for a, b in zip(found["raw"], found[codec], strict=True)]
-        ratio = statistics.median(ratios)
+        ratio, spread = compared([x[0] for x in found["raw"]], [x[0] for x in found[codec]])
         seconds, wait = (statistics.median(x) for x in zip(*found[codec], strict=True))
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         print(
             f"{codec:8} {1 / seconds:.3f} steps/s  to raw {ratio:.3f} ({spread})"
             f"  waiting for data {wait:.2%}"

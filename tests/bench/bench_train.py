@@ -17,19 +17,17 @@ median of the pairs, with either attention; data waited for at most 1% of a step
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from states import SMOLLM2, smollm2, tokens_of_text
+from turns import arguments, compared, in_turns, tell, trained
 
 from kimi_eagle.shards import ShardSet, ShardWriter
 
@@ -165,19 +163,6 @@ def theirs(folder: Path, steps: int) -> list[dict[str, float]]:
     return found[:steps]
 
 
-def once(folder: Path, way: str, steps: int) -> dict[str, float]:
-    """One training in a process of its own."""
-    command = [sys.executable, __file__, "--train", way, "--steps", str(steps)]
-    # What training/__init__.py sets for ours: on shared cores theirs took five times as long else.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(
-        [*command, "--folder", str(folder)], capture_output=True, text=True, env=environment
-    )
-    if done.returncode:
-        raise SystemExit(f"{way}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.rpartition("RESULT ")[2])
-
-
 def child(folder: Path, way: str, steps: int) -> None:
     if way == "speculators":
         found = theirs(folder, steps)
@@ -185,32 +170,25 @@ def child(folder: Path, way: str, steps: int) -> None:
         found = ours(folder, steps, "sdpa" if way.endswith("sdpa") else "auto")
     assert len(found) == steps, f"{len(found)} steps of {steps}"
     means = {k: statistics.mean(x[k] for x in found[WARM:]) for k in ("seconds", "wait")}
-    print("RESULT", json.dumps({**means, "loss": found[-1]["loss"]}), flush=True)
+    tell({**means, "loss": found[-1]["loss"]})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--pairs", type=int, default=4)
-    parser.add_argument("--train", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(__doc__, WAYS, pairs=4)
     if args.train:
         child(args.folder, args.train, args.steps)
         return 0
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    # What training/__init__.py sets for ours: on shared cores theirs took five times as long else.
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE"}
     with tempfile.TemporaryDirectory() as temp:
         make(Path(temp))
-        for turn in range(args.pairs):
-            for way in WAYS[:: 1 if turn % 2 else -1]:
-                found[way].append(once(Path(temp), way, args.steps))
+        found = in_turns(
+            WAYS, args.pairs, lambda way: trained(__file__, way, Path(temp), args.steps, **quiet)
+        )
     good = True
     for way in WAYS:
-        pairs = zip(found[WAYS[0]], found[way], strict=True)
-        ratios = [a["seconds"] / b["seconds"] for a, b in pairs]
-        ratio = statistics.median(ratios)
+        ratio, spread = compared(*([x["seconds"] for x in found[w]] for w in (WAYS[0], way)))
         seconds, wait = (statistics.median(x[k] for x in found[way]) for k in ("seconds", "wait"))
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         print(
             f"{way:12} {1 / seconds:.3f} steps/s  to speculators {ratio:.3f} ({spread})"
             f"  waiting for data {wait:.2%}  last loss {found[way][0]['loss']:.4f}"

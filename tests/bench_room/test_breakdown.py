@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,11 +204,7 @@ class Engine:
 
 
 @pytest.fixture
-def spec(monkeypatch: pytest.MonkeyPatch) -> Spec:
-    params = SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given))
-    monkeypatch.setitem(sys.modules, "vllm", params)
-    fake = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=1))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
+def spec(vllm_parameters: None) -> Spec:
     engine = {"max_model_len": 512}
     more = {"draft": "/d", "draft_digest": "d", "k": 3, "profile": Case(3)}
     return Spec("/v", "v", engine, {}, WORKLOAD, (Case(1), Case(3)), **more)

@@ -47,11 +47,7 @@ class FakeEngine:
 
 
 @pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    params = SimpleNamespace(SamplingParams=lambda **given: SimpleNamespace(**given))
-    monkeypatch.setitem(sys.modules, "vllm", params)
-    fake = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY=1))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
+def llm(vllm_parameters: None) -> SimpleNamespace:
     return SimpleNamespace(llm_engine=FakeEngine(), get_metrics=lambda: [])
 
 
